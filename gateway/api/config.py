@@ -1,0 +1,192 @@
+"""The objects a site is made of, as ops write them in YAML: Model, Route, Pool, Tenant, and the Site they live in.
+
+Each document is `apiVersion: modelyard/v1`, `kind`, `metadata.name`, `spec`. Unknown keys are errors (rule 14); reading
+files with line numbers is `gateway/api/manifest.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+API_VERSION = "modelyard/v1"
+NAME_PATTERN = r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$"
+
+_UNITS = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_bytes(value: Any) -> int:
+    """`512MiB`, `1.5 GiB`, `24GB` or a plain number of bytes. ValueError names the accepted units."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", str(value))
+    if not match or match[2] not in _UNITS:
+        raise ValueError(f"{value!r} is not a size; write for example 512MiB, 1.5GiB or 24GB")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class KvSpec(Strict):
+    """Memory for keys and values, per rank. The floor is always held; growth up to the ceiling comes from what is free."""
+
+    floor: Bytes = Field(default=64 * 2**20, description="Bytes per rank that the model is guaranteed.")
+    ceiling: Bytes | None = Field(default=None, description="Bytes per rank it may grow to. Default: what its limits need.")
+    block_tokens: int = Field(default=16, ge=1, le=256, description="Tokens per KV block.")
+    prefix_cache: bool = True
+
+
+class LimitsSpec(Strict):
+    concurrency: int = Field(default=16, ge=1, le=4096, description="Sequences computed at once, per worker group.")
+    queue: int = Field(default=256, ge=0, description="Sequences that may wait, per worker group; beyond it RESOURCE_EXHAUSTED.")
+    batch_tokens: int = Field(default=512, ge=16, description="Tokens a step may compute (prefill chunks plus decodes).")
+
+
+class CanarySpec(Strict):
+    """The prompt a worker group must answer before it serves (rule 8). Greedy, `max_tokens` long."""
+
+    prompt: str = "The capital of France is"
+    max_tokens: int = Field(default=8, ge=1, le=64)
+    expect: str | None = Field(
+        default=None, description="Text the answer must contain. Absent: the first answer on a placement is stored and compared."
+    )
+
+
+class ModelSpec(Strict):
+    source: str = Field(
+        description="package:NAME (a GGUF or safetensors inside an installed Python package), file:PATH (a .gguf file or a "
+        "Hugging Face directory), or a plain path."
+    )
+    engine: Literal["torch", "trtllm"] = "torch"
+    precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "fp8"] = Field(
+        default="auto", description="auto: the checkpoint's own (4-bit stays 4-bit)."
+    )
+    tensor_parallel: int | Literal["auto"] = "auto"
+    pipeline_parallel: int | Literal["auto"] = "auto"
+    context: int | None = Field(default=None, ge=16, description="Tokens of prompt plus answer. Default: the checkpoint's.")
+    replicas: int = Field(default=1, ge=0, le=256, description="Worker groups. 0 keeps the model known but unplaced.")
+    pools: tuple[Name, ...] = Field(default=(), description="Pools it may be placed in. Empty: any.")
+    priority: int = Field(default=0, ge=-100, le=100)
+    residency: Literal["resident", "auto"] = Field(default="auto", description="resident: never parked.")
+    limits: LimitsSpec = LimitsSpec()
+    kv: KvSpec = KvSpec()
+    canary: CanarySpec = CanarySpec()
+    chat_template: str | None = Field(default=None, description="Jinja template that replaces the checkpoint's own.")
+
+    @model_validator(mode="after")
+    def _check(self) -> ModelSpec:
+        for name in ("tensor_parallel", "pipeline_parallel"):
+            value = getattr(self, name)
+            if value != "auto" and value < 1:
+                raise ValueError(f"{name} must be 1 or more, or auto")
+        if self.kv.ceiling is not None and self.kv.ceiling < self.kv.floor:
+            raise ValueError("kv.ceiling must not be below kv.floor")
+        return self
+
+
+class TargetSpec(Strict):
+    model: Name
+    weight: int = Field(default=100, ge=0, le=1_000_000)
+
+
+class RouteSpec(Strict):
+    targets: tuple[TargetSpec, ...] = Field(min_length=1)
+    aliases: tuple[Name, ...] = ()
+
+    @model_validator(mode="after")
+    def _check(self) -> RouteSpec:
+        models = [target.model for target in self.targets]
+        if len(set(models)) != len(models):
+            raise ValueError("targets name a model twice")
+        if not any(target.weight for target in self.targets):
+            raise ValueError("at least one target needs a weight above 0")
+        return self
+
+
+class PoolSpec(Strict):
+    """A set of devices whose memory is one ledger. One placement group, one bundle a device, on one node or several."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    devices: int = Field(default=1, ge=1, le=1024)
+    memory: Bytes | None = Field(default=None, description="Ledger capacity per device. Default: cuda: what the card has free.")
+    node_labels: dict[str, str] = Field(default_factory=dict, description="Ray node labels that its nodes must carry.")
+    rank_grace_s: float = Field(default=60.0, ge=1, description="A rank that finds no driver for so long frees itself and exits.")
+
+    @model_validator(mode="after")
+    def _check(self) -> PoolSpec:
+        if self.device == "cpu" and self.memory is None:
+            raise ValueError("memory is needed for a cpu pool: say how many bytes each rank may hold, for example 2GiB")
+        return self
+
+
+class QuotaSpec(Strict):
+    requests_per_s: float | None = Field(default=None, gt=0)
+    tokens_per_s: float | None = Field(default=None, gt=0)
+
+
+class TenantSpec(Strict):
+    routes: tuple[Name, ...] = Field(default=(), description="Routes it may ask. Empty: all.")
+    weight: int = Field(default=100, ge=1)
+    quota: QuotaSpec = QuotaSpec()
+
+
+class ListenSpec(Strict):
+    host: str = "127.0.0.1"
+    grpc_port: int = Field(default=50051, ge=0, le=65535)
+    http_port: int = Field(default=8000, ge=0, le=65535)
+    dashboard_port: int = Field(default=8265, ge=0, le=65535)
+
+
+class EngineSpec(Strict):
+    python: str | None = Field(default=None, description="Interpreter of the engine's own environment.")
+
+
+class SiteSpec(Strict):
+    """Of the installation rather than of the fleet: read from the site directory by `yard up`, not kept in Redis."""
+
+    listen: ListenSpec = ListenSpec()
+    gateways: int = Field(default=1, ge=1, le=64)
+    redis: str | None = Field(default=None, description="redis://, rediss:// or redis+sentinel:// URL. Default: embedded.")
+    engines: dict[Literal["trtllm"], EngineSpec] = Field(default_factory=dict)
+
+
+SPECS: dict[str, type[Strict]] = {
+    "Model": ModelSpec,
+    "Route": RouteSpec,
+    "Pool": PoolSpec,
+    "Tenant": TenantSpec,
+    "Site": SiteSpec,
+}
+DESIRED_KINDS = ("Pool", "Model", "Route", "Tenant")
+
+
+class Metadata(Strict):
+    name: Name
+
+
+class Manifest(Strict):
+    """One YAML document. `spec` is already an instance of the kind's own class."""
+
+    apiVersion: Literal["modelyard/v1"]
+    kind: Literal["Model", "Route", "Pool", "Tenant", "Site"]
+    metadata: Metadata
+    spec: Any
+
+    @property
+    def name(self) -> str:
+        return self.metadata.name
+
+    @model_validator(mode="before")
+    @classmethod
+    def _parse_spec(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("kind") in SPECS and isinstance(data.get("spec"), dict):
+            return {**data, "spec": SPECS[data["kind"]].model_validate(data["spec"])}
+        return data

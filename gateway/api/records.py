@@ -1,0 +1,158 @@
+"""What processes tell each other about the state of the site, through Redis and the admin service. Plain values, JSON by msgspec.
+
+Observed records carry a heartbeat and expire; nothing here is ever the desired state.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+ModelState = Literal["waiting", "loading", "checking", "ready", "draining", "parked", "failed"]
+"""waiting: assigned, not begun · checking: the canary runs · draining: finishes its requests, takes no new ones."""
+
+
+class RankRecord(msgspec.Struct, frozen=True):
+    """One rank of a pool and its ledger."""
+
+    index: int
+    node: str
+    pid: int
+    device: str
+    capacity_bytes: int
+    # (model, kind, bytes); kind is weights, kv_floor, kv_used, workspace, communication, context or foreign
+    ledger: tuple[tuple[str, str, int], ...] = ()
+    alive: bool = True
+
+
+class GroupRecord(msgspec.Struct, frozen=True):
+    """One worker group of a model in a pool."""
+
+    model: str
+    generation: int
+    group: int
+    ranks: tuple[int, ...]
+    tensor_parallel: int
+    pipeline_parallel: int
+    state: ModelState
+    reason: str = ""
+    progress: float = 0.0
+    engine: str = "torch"
+    precision: str = ""
+    digest: str = ""
+    context: int = 0
+    running: int = 0
+    waiting: int = 0
+    outstanding_tokens: int = 0
+    ready_since_unix: float = 0.0
+
+
+class PoolRecord(msgspec.Struct, frozen=True):
+    """A pool driver's heartbeat. `incarnation` changes with every start of the driver."""
+
+    pool: str
+    endpoint: str  # host:port of its PoolLink and PoolControl services
+    incarnation: str
+    node: str
+    pid: int
+    device: str
+    fence: int
+    revision: int
+    heartbeat_unix: float
+    ranks: tuple[RankRecord, ...] = ()
+    groups: tuple[GroupRecord, ...] = ()
+    version: str = ""
+    last_step_unix: float = 0.0
+    message: str = ""  # why the pool is not serving, when it is not
+
+
+class GatewayRecord(msgspec.Struct, frozen=True):
+    gateway: str
+    node: str
+    pid: int
+    grpc_endpoint: str
+    http_endpoint: str
+    revision: int  # newest site revision it serves from
+    heartbeat_unix: float
+    requests_in_flight: int = 0
+    degraded: bool = False
+    version: str = ""
+
+
+class DesiredObject(msgspec.Struct, frozen=True):
+    """One stored object. `manifest` is the whole YAML document as plain data."""
+
+    kind: str
+    name: str
+    generation: int
+    revision: int
+    manifest: dict
+    updated_unix: float
+    actor: str = ""
+    # Routes: what it was before its last switch, for one-command rollback.
+    previous: dict | None = None
+
+
+class ControllerRecord(msgspec.Struct, frozen=True):
+    owner: str
+    fence: int
+    pid: int
+    heartbeat_unix: float
+    # model -> reasons why some of its replicas are nowhere
+    unplaced: dict[str, tuple[str, ...]] = {}
+    message: str = ""
+
+
+class RouteStatus(msgspec.Struct, frozen=True):
+    name: str
+    generation: int
+    targets: tuple[tuple[str, int], ...]
+    aliases: tuple[str, ...]
+    ready: bool
+
+
+class SiteStatus(msgspec.Struct, frozen=True):
+    """What `yard ps` shows."""
+
+    site: str
+    revision: int
+    redis: Literal["ok", "degraded"]
+    pools: tuple[PoolRecord, ...]
+    gateways: tuple[GatewayRecord, ...]
+    controller: ControllerRecord | None
+    models: tuple[DesiredObject, ...]
+    routes: tuple[RouteStatus, ...]
+
+
+class Keys:
+    """Every Redis key of a site. One hash tag, so that a script may touch several in a Redis Cluster."""
+
+    def __init__(self, site: str) -> None:
+        self.prefix = f"{{modelyard:{site}}}"
+        self.revision = f"{self.prefix}:revision"
+        self.audit = f"{self.prefix}:audit"  # stream of every change to desired state
+        self.events = f"{self.prefix}:events"  # stream of what happened to observed state
+        self.changes = f"{self.prefix}:changes"  # channel: revision of each committed change
+        self.observed = f"{self.prefix}:observed"  # channel: "pool:NAME" or "gateway:ID" whose record changed
+        self.pools = f"{self.prefix}:pools"  # set of names that have or had a heartbeat
+        self.gateways = f"{self.prefix}:gateways"
+        self.controller = f"{self.prefix}:controller"  # ControllerRecord, with TTL
+        self.lease = f"{self.prefix}:lease:controller"
+        self.fence = f"{self.prefix}:fence"  # counter of fencing tokens
+        self.canaries = f"{self.prefix}:canaries"  # hash: placement key -> answer
+
+    def desired(self, kind: str) -> str:
+        """Hash of name -> DesiredObject."""
+        return f"{self.prefix}:desired:{kind}"
+
+    def pool(self, name: str) -> str:
+        """PoolRecord, with TTL."""
+        return f"{self.prefix}:pool:{name}"
+
+    def gateway(self, gateway: str) -> str:
+        return f"{self.prefix}:gateway:{gateway}"
+
+
+HEARTBEAT_S = 1.0
+HEARTBEAT_TTL_S = 5.0

@@ -1,0 +1,24 @@
+"""What every process of a site is started with."""
+
+from __future__ import annotations
+
+import msgspec
+
+SECRET_METADATA_KEY = "modelyard-secret"
+
+
+class Runtime(msgspec.Struct, frozen=True):
+    """Given to each Serve application when it is bound. `redis_url` and `secret` are never printed (rule 15)."""
+
+    site: str
+    redis_url: str
+    secret: str  # internal calls carry it; made by `yard up`
+    cache_dir: str  # converted weights and tokenizers, by digest
+    run_dir: str  # sockets, logs, pid files
+    bind_host: str  # where gateways and drivers listen: 127.0.0.1, or "node" for the node's own address
+    grpc_port: int = 50051
+    http_port: int = 8000
+    version: str = "0.1.0"
+
+    def __repr__(self) -> str:
+        return f"Runtime(site={self.site!r}, run_dir={self.run_dir!r}, bind_host={self.bind_host!r})"

@@ -1,0 +1,203 @@
+"""The protocol between a pool driver and its rank workers.
+
+One connection a rank (Unix socket, or TCP between nodes). Frames are a 4-byte big-endian length and a MessagePack map
+(`encode`, `decode_command`, `decode_report`); nothing is ever unpickled (rule 15). Every rank of the pool gets the same
+commands in the same order and executes them in that order, which is what keeps the collectives of different groups from
+interleaving differently on different devices. A rank that a group does not use skips that group's commands.
+
+Loading is the exception: it runs beside the steps (rule 7) and reports when it is done.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+PROTOCOL = 1
+
+
+class Sampling(msgspec.Struct, frozen=True, array_like=True):
+    """Resolved sampling parameters of one sequence; see SamplingParams in pool.proto."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    logprobs: int = -1
+
+
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank must know of a sequence beyond its token ids. Sent with its first step (again after a preemption)."""
+
+    sampling: Sampling
+    # Tokens already generated before a preemption: seed offset and penalties count them.
+    generated: tuple[int, ...] = ()
+    # The whole prompt, only where repetition_penalty needs it.
+    prompt: tuple[int, ...] = ()
+
+
+class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence's part of a step."""
+
+    sequence: int
+    # Input token ids at positions start..start+len-1. Empty: one token, the rank's own last sample (single stage only).
+    tokens: tuple[int, ...]
+    start: int
+    # KV block ids appended to the sequence's block table before this step.
+    new_blocks: tuple[int, ...]
+    # True where these tokens end what is known so far, so that the next token is sampled.
+    sample: bool
+    new: NewSequence | None = None
+
+
+# ------------------------------------------------------------------ driver to rank
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    secret: str
+    driver: str  # incarnation
+    protocol: int = PROTOCOL
+
+
+class LoadShard(msgspec.Struct, frozen=True, tag="load"):
+    """Bring this rank's shard of a model into memory. Answered by Progress and one Done(bytes=...)."""
+
+    op: int
+    group_id: int  # Names this worker group in every later command; unique in the pool, never reused
+    model: str
+    spec_json: str
+    ranks: tuple[int, ...]  # stage-major: ranks[stage * tensor_parallel + shard]
+    tensor_parallel: int
+    pipeline_parallel: int
+    kv_block_tokens: int
+    kv_floor_blocks: int  # mapped at load
+    kv_ceiling_blocks: int  # address space
+    # Bytes this rank may take, by kind. Taking more fails the load.
+    budget: dict[str, int]
+
+
+class UnloadShard(msgspec.Struct, frozen=True, tag="unload"):
+    op: int
+    group_id: int
+
+
+class GrowKv(msgspec.Struct, frozen=True, tag="grow_kv"):
+    """Map (or, with fewer, unmap) KV so that blocks 0..blocks-1 are usable. In order with the steps."""
+
+    op: int
+    group_id: int
+    blocks: int
+
+
+class Step(msgspec.Struct, frozen=True, tag="step"):
+    """Compute one step of one worker group. The last stage's first shard answers with StepDone; all others only on failure."""
+
+    step: int
+    group_id: int
+    sequences: tuple[SequenceStep, ...]
+    # Sequences that ended since the last step: their per-sequence state is dropped before this one.
+    released: tuple[int, ...] = ()
+
+
+class Inventory(msgspec.Struct, frozen=True, tag="inventory"):
+    op: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    op: int
+
+
+class Exit(msgspec.Struct, frozen=True, tag="exit"):
+    """Free everything and end the process."""
+
+
+Command = Hello | LoadShard | UnloadShard | GrowKv | Step | Inventory | Ping | Exit
+
+# ------------------------------------------------------------------ rank to driver
+
+
+class HeldShard(msgspec.Struct, frozen=True):
+    """What a rank holds of a worker group; a restarted driver rebuilds its ledger from these."""
+
+    group_id: int
+    model: str
+    spec_json: str
+    ranks: tuple[int, ...]
+    tensor_parallel: int
+    pipeline_parallel: int
+    kv_blocks: int
+    kv_ceiling_blocks: int
+    kv_block_tokens: int
+    bytes: dict[str, int]
+    digest: str
+    precision: str
+    context: int
+    # Bytes read from disk for this shard since the process began.
+    disk_bytes: int = 0
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    rank: int
+    pid: int
+    device: str
+    node: str
+    held: tuple[HeldShard, ...]
+    protocol: int = PROTOCOL
+
+
+class Progress(msgspec.Struct, frozen=True, tag="progress"):
+    op: int
+    fraction: float
+    what: str
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """The end of an operation on this rank. `error` is empty on success."""
+
+    op: int
+    error: str = ""
+    held: HeldShard | None = None
+    inventory: tuple[HeldShard, ...] = ()
+
+
+class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+    sequence: int
+    token: int
+    logprob: float = 0.0
+    alternative_ids: tuple[int, ...] = ()
+    alternative_logprobs: tuple[float, ...] = ()
+
+
+class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
+    step: int
+    group_id: int
+    sampled: tuple[SampledToken, ...]
+    seconds: float
+    # Not empty: the whole step failed on this rank, nothing was sampled.
+    error: str = ""
+
+
+Report = Welcome | Progress | Done | StepDone
+
+_encoder = msgspec.msgpack.Encoder()
+_command_decoder = msgspec.msgpack.Decoder(Command)
+_report_decoder = msgspec.msgpack.Decoder(Report)
+
+
+def encode(message: Command | Report) -> bytes:
+    """A whole frame, length included."""
+    body = _encoder.encode(message)
+    return len(body).to_bytes(4, "big") + body
+
+
+def decode_command(body: bytes) -> Command:
+    """Raises msgspec.ValidationError on anything that is not a command."""
+    return _command_decoder.decode(body)
+
+
+def decode_report(body: bytes) -> Report:
+    """Raises msgspec.ValidationError on anything that is not a report."""
+    return _report_decoder.decode(body)
