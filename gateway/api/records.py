@@ -140,6 +140,7 @@ class Keys:
         self.controller = f"{self.prefix}:controller"  # ControllerRecord, with TTL
         self.lease = f"{self.prefix}:lease:controller"
         self.fence = f"{self.prefix}:fence"  # counter of fencing tokens
+        self.tombstones = f"{self.prefix}:desired:deleted"  # hash: "Kind/name" -> generation of the deletion
         self.canaries = f"{self.prefix}:canaries"  # hash: placement key -> answer
 
     def desired(self, kind: str) -> str:
