@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import NamedTuple
 
 import msgspec
@@ -25,7 +26,11 @@ class ObjectKey(NamedTuple):
 
 
 class Snapshot(msgspec.Struct, frozen=True):
-    """Desired state at one revision. `tombstones` hold the generation that each deleted name ended with."""
+    """Desired state at one revision.
+
+    `tombstones` hold the generation with which each deleted name ended. A name made again goes on from there, so a
+    generation never comes back with other content.
+    """
 
     revision: int = 0
     objects: dict[ObjectKey, DesiredObject] = {}
@@ -36,6 +41,10 @@ class Snapshot(msgspec.Struct, frozen=True):
         stored = self.objects.get(key)
         return stored.generation if stored else self.tombstones.get(key, 0)
 
+    def names(self) -> AbstractSet[ObjectKey]:
+        """Every name that exists or existed."""
+        return self.objects.keys() | self.tombstones.keys()
+
 
 class Observed(msgspec.Struct, frozen=True):
     """The heartbeat records that had not expired when they were read."""
@@ -45,21 +54,19 @@ class Observed(msgspec.Struct, frozen=True):
     controller: ControllerRecord | None = None
 
 
-def newest(held: Snapshot, stored: Snapshot) -> Snapshot:
-    """What to serve from when the store may have lost writes (rule 12: the higher generation wins).
+def lost_names(held: Snapshot, stored: Snapshot) -> frozenset[ObjectKey]:
+    """The names of which the store has forgotten something that this process has seen: it was flushed, restored from an
+    old copy, or failed over to a replica that lagged. Generations only grow, so a lower one says it."""
+    return frozenset(key for key in held.names() if held.generation(key) > stored.generation(key))
 
-    A store at or past the held revision is the truth. One behind it went back in time (flushed, restored from an old
-    copy, failed over to a replica that lagged): then, name by name, the higher generation wins, deletions included; at
-    equal generations the store's object does.
-    """
-    if stored.revision >= held.revision:
+
+def newest(held: Snapshot, stored: Snapshot) -> Snapshot:
+    """What to serve from: the stored snapshot, but name by name the higher generation wins, deletions included (rule 12)."""
+    lost = lost_names(held, stored)
+    if not lost:
         return stored
-    objects: dict[ObjectKey, DesiredObject] = {}
-    tombstones: dict[ObjectKey, int] = {}
-    for key in held.objects.keys() | stored.objects.keys() | held.tombstones.keys() | stored.tombstones.keys():
-        source = held if held.generation(key) > stored.generation(key) else stored
-        if key in source.objects:
-            objects[key] = source.objects[key]
-        else:
-            tombstones[key] = source.tombstones[key]
-    return Snapshot(held.revision, objects, tombstones)
+    objects = {key: value for key, value in stored.objects.items() if key not in lost}
+    tombstones = {key: value for key, value in stored.tombstones.items() if key not in lost}
+    objects |= {key: held.objects[key] for key in lost if key in held.objects}
+    tombstones |= {key: held.tombstones[key] for key in lost if key in held.tombstones}
+    return Snapshot(max(held.revision, stored.revision), objects, tombstones)

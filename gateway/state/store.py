@@ -1,0 +1,170 @@
+"""Desired and observed state in Redis or Valkey. Every change of desired state goes through one script (DESIGN 5.1)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+import msgspec
+from redis.asyncio import Redis
+
+from gateway.api.config import DESIRED_KINDS
+from gateway.api.errors import ErrorCode, YardError
+from gateway.api.records import ControllerRecord, DesiredObject, GatewayRecord, Keys, PoolRecord
+from gateway.state.connection import LOST, open_calls, open_waits, refused
+from gateway.state.edits import Put, Write, apply_edit, delete_edit, rollback_edit, switch_edit
+from gateway.state.snapshot import ObjectKey, Observed, Snapshot, lost_names
+
+AUDIT_ENTRIES = 10_000
+ATTEMPTS = 16
+
+Edit = Callable[[Snapshot], Sequence[Write]]
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What a change did. `revision` is the site's afterwards; writes with action `unchanged` wrote nothing."""
+
+    revision: int
+    writes: tuple[Write, ...]
+
+
+class SiteStore:
+    """One site in one Redis. Connects at the first call; errors of Redis itself come out of reads as they are, and of
+    changes as YardError UNAVAILABLE."""
+
+    def __init__(self, redis_url: str, site: str) -> None:
+        self.keys = Keys(site)
+        self.redis: Redis = open_calls(redis_url)
+        self.waits: Redis = open_waits(redis_url)
+        self._desired_script = self.redis.register_script(script_text("desired"))
+        self._restore_script = self.redis.register_script(script_text("restore"))
+
+    async def close(self) -> None:
+        await self.redis.aclose()
+        await self.waits.aclose()
+
+    # Reads.
+
+    async def revision(self) -> int:
+        return int(await self.redis.get(self.keys.revision) or 0)
+
+    async def snapshot(self) -> Snapshot:
+        """All of desired state, read at one revision."""
+        async with self.redis.pipeline(transaction=True) as pipe:
+            pipe.get(self.keys.revision)
+            pipe.hgetall(self.keys.tombstones)
+            for kind in DESIRED_KINDS:
+                pipe.hgetall(self.keys.desired(kind))
+            revision, tombstones, *hashes = await pipe.execute()
+        objects = {}
+        for kind, values in zip(DESIRED_KINDS, hashes, strict=True):
+            for name, raw in values.items():
+                objects[ObjectKey(kind, name.decode())] = msgspec.json.decode(raw, type=DesiredObject)
+        dead = {ObjectKey.parse(name.decode()): int(generation) for name, generation in tombstones.items()}
+        return Snapshot(int(revision or 0), objects, dead)
+
+    async def get(self, kind: str, name: str) -> DesiredObject | None:
+        raw = await self.redis.hget(self.keys.desired(kind), name)
+        return msgspec.json.decode(raw, type=DesiredObject) if raw else None
+
+    async def list(self, kind: str) -> tuple[DesiredObject, ...]:
+        snapshot = await self.snapshot()
+        return tuple(stored for key, stored in sorted(snapshot.objects.items()) if key.kind == kind)
+
+    async def observed(self) -> Observed:
+        """All heartbeat records that have not expired; names whose records are long gone are forgotten on the way."""
+        async with self.redis.pipeline(transaction=False) as pipe:
+            pipe.smembers(self.keys.pools)
+            pipe.smembers(self.keys.gateways)
+            pipe.get(self.keys.controller)
+            pool_names, gateway_names, controller = await pipe.execute()
+        pools = await self._records(self.keys.pools, pool_names, self.keys.pool, PoolRecord)
+        gateways = await self._records(self.keys.gateways, gateway_names, self.keys.gateway, GatewayRecord)
+        return Observed(pools, gateways, msgspec.json.decode(controller, type=ControllerRecord) if controller else None)
+
+    async def _records(self, members: str, names: set[bytes], key: Callable[[str], str], kind: type) -> dict[str, Any]:
+        if not names:
+            return {}
+        ordered = sorted(name.decode() for name in names)
+        found = await self.redis.mget([key(name) for name in ordered])
+        return {name: msgspec.json.decode(raw, type=kind) for name, raw in zip(ordered, found, strict=True) if raw}
+
+    # Changes.
+
+    async def apply(self, puts: Sequence[Put], actor: str) -> Commit:
+        return await self.transact(lambda snapshot: apply_edit(snapshot, puts), actor)
+
+    async def delete(self, kind: str, name: str, *, force: bool = False, actor: str) -> Commit:
+        return await self.transact(lambda snapshot: delete_edit(snapshot, ObjectKey(kind, name), force=force), actor)
+
+    async def switch_route(self, route: str, to_model: str, *, generation: int = 0, actor: str) -> Commit:
+        return await self.transact(lambda snapshot: switch_edit(snapshot, route, to_model, generation), actor)
+
+    async def rollback_route(self, route: str, actor: str) -> Commit:
+        return await self.transact(lambda snapshot: rollback_edit(snapshot, route), actor)
+
+    async def transact(self, edit: Edit, actor: str) -> Commit:
+        """Runs a pure edit against the newest snapshot and commits its writes, all or none.
+
+        The script refuses when the site has changed since the snapshot, so what the edit validated holds at the moment
+        of the write; then the edit runs again on a fresh one. Raises what the edit raises; CONFLICT after ATTEMPTS.
+        """
+        try:
+            for attempt in range(ATTEMPTS):
+                await asyncio.sleep(random.uniform(0, 0.005) * attempt)
+                snapshot = await self.snapshot()
+                writes = tuple(edit(snapshot))
+                changed = [write for write in writes if write.action != "unchanged"]
+                if not changed:
+                    return Commit(snapshot.revision, writes)
+                answer = await self._commit(snapshot.revision, changed, actor)
+                if answer[0] == b"ok":
+                    return Commit(int(answer[1]), writes)
+        except LOST as error:
+            raise refused(error, "the change") from error
+        raise YardError(ErrorCode.CONFLICT, f"others changed the site {ATTEMPTS} times in between; repeat the change")
+
+    async def _commit(self, revision: int, writes: Sequence[Write], actor: str) -> list[Any]:
+        now = time.time()
+        keys = [self.keys.revision, self.keys.audit, self.keys.tombstones]
+        args: list[str | bytes | int | float] = [revision, self.keys.changes, actor, now, AUDIT_ENTRIES]
+        for write in writes:
+            keys.append(self.keys.desired(write.key.kind))
+            stored = write.before.generation if write.before else 0
+            args += [write.key.kind, write.key.name, stored, write.generation, b"", write.action]
+            if write.document is not None:
+                args[-2] = msgspec.json.encode(
+                    DesiredObject(
+                        kind=write.key.kind,
+                        name=write.key.name,
+                        generation=write.generation,
+                        revision=revision + 1,
+                        manifest=write.document,
+                        updated_unix=now,
+                        actor=actor,
+                        previous=write.previous,
+                    )
+                )
+        return await self._desired_script(keys=keys, args=args)
+
+    async def restore(self, held: Snapshot, stored: Snapshot, actor: str) -> int:
+        """Gives back what the store lost and this process still holds; how many names that was."""
+        lost = sorted(lost_names(held, stored))
+        if not lost:
+            return 0
+        keys = [self.keys.revision, self.keys.audit, self.keys.tombstones, *(self.keys.desired(key.kind) for key in lost)]
+        args: list[Any] = [held.revision, self.keys.changes, actor, time.time(), AUDIT_ENTRIES]
+        for key in lost:
+            kept = held.objects.get(key)
+            args += [key.kind, key.name, held.generation(key), msgspec.json.encode(kept) if kept else b""]
+        return int(await self._restore_script(keys=keys, args=args))
+
+
+def script_text(name: str) -> str:
+    return files("gateway.state").joinpath(f"{name}.lua").read_text(encoding="utf-8")

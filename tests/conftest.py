@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from valkey_server import ValkeyServer
+
+
+@pytest.fixture(scope="session")
+def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    """A running Valkey for the whole session. Do not stop or flush it; take a `site` name of your own instead."""
+    server = ValkeyServer(tmp_path_factory.mktemp("valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def own_valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServer]:
+    """A running Valkey of one test, to stop, pause and flush."""
+    server = ValkeyServer(tmp_path_factory.mktemp("own-valkey"))
+    server.start()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def site() -> str:
+    """A site name that nothing else uses."""
+    return f"test-{uuid.uuid4().hex[:8]}"

