@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import yaml
 from pydantic import ValidationError
 
 from gateway.api.config import DESIRED_KINDS, Manifest, RouteSpec
 from gateway.api.errors import ErrorCode, YardError, invalid, not_found
+from gateway.api.manifest import read_text
 from gateway.api.records import DesiredObject
 from gateway.state.snapshot import ObjectKey, Snapshot
 from gateway.state.validate import Problem, problems_of_delete, problems_of_writes
@@ -114,14 +116,24 @@ def parse_document(document: dict[str, Any]) -> Manifest:
     except ValidationError as error:
         metadata = document.get("metadata")
         name = metadata.get("name", "?") if isinstance(metadata, Mapping) else "?"
-        key = f"{document.get('kind', '?')}/{name}"
-        # The specification is validated by a class of its own, whose locations begin inside it.
-        inside = () if error.title == Manifest.__name__ else ("spec",)
-        details = error.errors(include_url=False, include_context=False, include_input=False)
-        problems = [
-            Problem(f"{key}: {'.'.join(map(str, (*inside, *item['loc']))) or 'document'}", item["msg"]) for item in details
-        ]
-        raise _as_error(ErrorCode.INVALID, problems) from error
+        raise invalid(_explained(document, f"{document.get('kind', '?')}/{name}", error), _field(document, error)) from error
+
+
+def _explained(document: dict[str, Any], name: str, error: ValidationError) -> str:
+    """Says it as the reader of YAML files does, with the nearest known key; lines are those of the object as YAML."""
+    try:
+        read_text(yaml.safe_dump(document, sort_keys=False), name)
+    except YardError as explained:
+        return explained.message
+    return f"{name}: {error}"
+
+
+def _field(document: dict[str, Any], error: ValidationError) -> str:
+    """`spec.limits.queue`: where the first error is. The specification is validated inside, so its path lacks `spec`."""
+    path = error.errors(include_url=False)[0]["loc"]
+    if path and path[0] not in Manifest.model_fields and isinstance(document.get("spec"), Mapping):
+        path = ("spec", *path)
+    return ".".join(map(str, path)) or "document"
 
 
 def parsed_site(snapshot: Snapshot) -> dict[ObjectKey, Manifest]:
