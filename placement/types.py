@@ -3,6 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
+
+Split = Literal["replicated", "heads", "kv_heads", "hidden", "vocabulary"]
+"""How tensor parallelism divides a tensor: not at all · by attention heads · by KV heads (copied when there are fewer than
+shards) · evenly along one dimension · by vocabulary entries, padded."""
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """Tensors of one layer (or outside the layers) that are divided and converted alike."""
+
+    split: Split
+    matrix: bool  # a weight matrix, which a precision applies to; else norms and biases
+    elements: int
+    bytes: int  # as stored
 
 
 @dataclass(frozen=True)
@@ -24,6 +39,15 @@ class ModelShape:
     embedding_bytes: int
     head_bytes: int  # 0 when tied
     kv_bytes_per_element: int = 2
+    # The same bytes by how they are divided; empty in a hand-made shape, whose bytes are then divided evenly.
+    layer_parts: tuple[tuple[WeightPart, ...], ...] = ()
+    embedding_parts: tuple[WeightPart, ...] = ()  # token (and position) embeddings: first stage; tied: last stage too
+    head_parts: tuple[WeightPart, ...] = ()  # output projection: last stage
+    final_parts: tuple[WeightPart, ...] = ()  # norms after the last layer: last stage
+    precision: str = "auto"  # what the checkpoint is stored in
+    layer_windows: tuple[int, ...] = ()  # tokens of sliding-window attention by layer, 0: all; empty: all of all layers
+    # Multi-head latent attention: elements of the one compressed vector a token and layer, copied on every shard; 0: none.
+    latent_elements: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,6 +63,9 @@ class ModelRequest:
     context: int = 2048
     concurrency: int = 16
     kv_floor_bytes: int = 0  # per rank
+    batch_tokens: int = 512  # tokens a step may compute
+    precision: str = "auto"  # auto: the checkpoint's own
+    engine: str = "torch"
     pools: tuple[str, ...] = ()
     priority: int = 0
     pinned: bool = False
