@@ -15,7 +15,7 @@ MIB = 2**20
 # Bits a matrix element takes in memory. int4: 4-bit values in groups of 32 with a 16-bit scale and zero point; int8: a scale
 # a row is below 0.1 % and left out.
 _MATRIX_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 5}
-_ESCAPES = ("int4", "int8", "fp8")  # layers only: embeddings and head stay 16 bits wide
+_NARROW = ("int4", "int8", "fp8")  # conversion is of the layers: embeddings and head stay 16 bits wide
 # NCCL's buffers with default channels, measured by others between 100 and 400 MiB a communicator; MPI's are a few MiB.
 _COMMUNICATION_BYTES = {"cuda": 256 * MIB, "cpu": 8 * MIB}
 _GRAPH_BYTES = {"cuda": 192 * MIB, "cpu": 0}  # decode graphs share one memory pool
@@ -36,7 +36,9 @@ class RankFootprint:
         return self.weights + self.kv_floor + self.workspace + self.communication + self.graphs
 
 
-def group_footprint(request: ModelRequest, tensor_parallel: int, pipeline_parallel: int, device: str) -> tuple[RankFootprint, ...]:
+def group_footprint(
+    request: ModelRequest, tensor_parallel: int, pipeline_parallel: int, device: str
+) -> tuple[RankFootprint, ...]:
     """One entry a pipeline stage (the shards of a stage are alike): ranks[stage * tensor_parallel + shard] has entry `stage`."""
     return tuple(
         RankFootprint(
@@ -66,11 +68,15 @@ def weight_bytes(shape: ModelShape, precision: str, tensor_parallel: int, pipeli
         if id(parts) not in cache:
             cache[id(parts)] = _resident(shape, parts, wanted, tensor_parallel)
         total += cache[id(parts)]
-    outside_precision = "bf16" if wanted in _ESCAPES else wanted
-    if first or (last and shape.tied_embeddings):
-        total += _resident(shape, shape.embedding_parts, outside_precision, tensor_parallel)
+    as_stored = shape.resident_as_stored and wanted == shape.precision
+    outside = "bf16" if wanted in _NARROW and not as_stored else wanted
+    if first:
+        total += _resident(shape, shape.embedding_parts, outside, tensor_parallel)
+    elif last and shape.tied_embeddings:
+        tokens = [part for part in shape.embedding_parts if part.split == "vocabulary"]
+        total += _resident(shape, tokens, outside, tensor_parallel)
     if last:
-        total += _resident(shape, shape.head_parts + shape.final_parts, outside_precision, tensor_parallel)
+        total += _resident(shape, shape.head_parts + shape.final_parts, outside, tensor_parallel)
     return total
 
 
@@ -78,8 +84,8 @@ def _resident(shape: ModelShape, parts: Iterable[WeightPart], precision: str, te
     total = 0
     for part in parts:
         elements = shard_elements(shape, part.split, part.elements, tensor_parallel)
-        if precision == shape.precision and precision not in _ESCAPES:
-            total += elements * part.bytes // part.elements  # as stored, whatever mixture that is
+        if precision == shape.precision and shape.resident_as_stored:
+            total += elements * part.bytes // part.elements  # whatever mixture of types that is
         elif part.matrix and precision in _MATRIX_BITS:
             total += -(-elements * _MATRIX_BITS[precision] // 8)
         else:

@@ -1,10 +1,10 @@
 """Where every worker group of a site belongs: Filter, Score, Reserve, over a snapshot.
 
-    1. Keep every placed group that still fits its model's request (sticky: a plan moves nothing without need).
-    2. Order the models that lack groups by what is hardest to place; the order in which they were added does not matter.
-    3. For each group: the smallest tensor x pipeline product first; in every pool, the domains whose devices fit (Filter);
-       the best of them, away from the model's other groups (Score); all of its ranks or none (Reserve).
-    4. A model with fewer groups than replicas keeps its reasons, per pool and per device.
+1. Keep every placed group that still fits its model's request (sticky: a plan moves nothing without need).
+2. Order the models that lack groups by what is hardest to place; the order in which they were added does not matter.
+3. For each group: the smallest tensor x pipeline product first; in every pool, the domains whose devices fit (Filter);
+   the best of them, away from the model's other groups (Score); all of its ranks or none (Reserve).
+4. A model with fewer groups than replicas keeps its reasons, per pool and per device.
 """
 
 from __future__ import annotations

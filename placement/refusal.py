@@ -97,7 +97,9 @@ def _device_reason(device: Device, free: FreeMemory, needs: Needs) -> Reason | N
     if amount >= least:
         return None
     foreign = f", {format_bytes(device.foreign_bytes)} taken by others" if device.foreign_bytes else ""
-    message = f"{where} has {format_bytes(amount)} free of {format_bytes(device.capacity_bytes)}{foreign}; {format_bytes(least)} needed"
+    message = (
+        f"{where} has {format_bytes(amount)} free of {format_bytes(device.capacity_bytes)}{foreign}; {format_bytes(least)} needed"
+    )
     return Reason("memory", message, device.pool, device.rank)
 
 

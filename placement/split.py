@@ -40,8 +40,9 @@ def tensor_parallel_problem(shape: ModelShape, degree: int) -> str | None:
         return f"its {shape.heads} attention heads do not divide by {degree}"
     if shape.kv_heads % degree and degree % shape.kv_heads:
         return f"its {shape.kv_heads} KV heads and {degree} shards do not divide each other"
-    if shape.intermediate % degree:
-        return f"its intermediate size of {shape.intermediate} does not divide by {degree}"
+    for width in (shape.expert_intermediate or shape.intermediate, shape.intermediate):
+        if width % degree:
+            return f"its intermediate size of {width} does not divide by {degree}"
     return None
 
 

@@ -45,6 +45,9 @@ class ModelShape:
     head_parts: tuple[WeightPart, ...] = ()  # output projection: last stage
     final_parts: tuple[WeightPart, ...] = ()  # norms after the last layer: last stage
     precision: str = "auto"  # what the checkpoint is stored in
+    # False for GGUF, whose blocks are repacked or de-quantized when they are loaded.
+    resident_as_stored: bool = True
+    expert_intermediate: int = 0  # of one expert; 0: no experts
     layer_windows: tuple[int, ...] = ()  # tokens of sliding-window attention by layer, 0: all; empty: all of all layers
     # Multi-head latent attention: elements of the one compressed vector a token and layer, copied on every shard; 0: none.
     latent_elements: int = 0

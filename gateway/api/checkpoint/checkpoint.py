@@ -55,11 +55,13 @@ def _open_gguf(source: str, path: Path, cache_dir: Path) -> Checkpoint:
     header = GgufHeader(path, headers[0].metadata, tensors)
     config = gguf_config(header)
     files = tuple(part.path for part in headers)
-    shape = read_shape(config, tensors)
     stored: Counter[str] = Counter()
     for tensor in tensors:
-        if ".blk." in f".{tensor.name}":  # the embedding is often stored wider than the layers
+        if tensor.name.startswith("blk."):  # the embedding is often stored wider than the layers
             stored[tensor.type.name] += tensor.bytes
+    # Block formats without an operator of their own are de-quantized when they are loaded.
+    precision = _GGUF_PRECISION.get(stored.most_common(1)[0][0] if stored else "", "bf16")
+    shape = read_shape(config, tensors, precision, resident_as_stored=False)
     eos = {header.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")}
     return Checkpoint(
         source=source,
@@ -68,8 +70,7 @@ def _open_gguf(source: str, path: Path, cache_dir: Path) -> Checkpoint:
         files=files,
         digest=content_digest(files, cache_dir),
         config=config,
-        # Block formats without an operator of their own are de-quantized when they are loaded.
-        precision=_GGUF_PRECISION.get(stored.most_common(1)[0][0] if stored else "", "bf16"),
+        precision=precision,
         shape=shape,
         eos_ids=tuple(sorted(token for token in eos if isinstance(token, int))),
         bos_id=header.get("tokenizer.ggml.bos_token_id"),
@@ -96,7 +97,8 @@ def _open_directory(source: str, path: Path, cache_dir: Path) -> Checkpoint:
     tensors = read_safetensors_dir(path)
     weights = tuple(dict.fromkeys(tensor.file for tensor in tensors))
     files = weights + tuple(file for file in (path / "config.json", path / "tokenizer.json") if file.is_file())
-    shape = read_shape(config, tensors)
+    precision = _directory_precision(config, tensors)
+    shape = read_shape(config, tensors, precision, resident_as_stored=True)
     return Checkpoint(
         source=source,
         path=path,
@@ -104,7 +106,7 @@ def _open_directory(source: str, path: Path, cache_dir: Path) -> Checkpoint:
         files=files,
         digest=content_digest(files, cache_dir),
         config=config,
-        precision=_directory_precision(config, tensors),
+        precision=precision,
         shape=shape,
         eos_ids=_eos_ids(config, generation),
         bos_id=next((ids[0] for ids in (_ids(generation, "bos"), _ids(config, "bos")) if ids), None),
