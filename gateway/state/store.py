@@ -22,6 +22,8 @@ from gateway.state.snapshot import ObjectKey, Observed, Snapshot, lost_names
 
 AUDIT_ENTRIES = 10_000
 ATTEMPTS = 16
+# Takes a name off its set unless its sender has come back in this moment.
+FORGET = "if redis.call('EXISTS', KEYS[2]) == 0 then return redis.call('SREM', KEYS[1], ARGV[1]) end return 0"
 
 Edit = Callable[[Snapshot], Sequence[Write]]
 
@@ -43,6 +45,7 @@ class SiteStore:
         self.redis: Redis = open_calls(redis_url)
         self.waits: Redis = open_waits(redis_url)
         self._desired_script = self.redis.register_script(script_text("desired"))
+        self._forget_script = self.redis.register_script(FORGET)
         self._restore_script = self.redis.register_script(script_text("restore"))
 
     async def close(self) -> None:
@@ -78,7 +81,7 @@ class SiteStore:
         return tuple(stored for key, stored in sorted(snapshot.objects.items()) if key.kind == kind)
 
     async def observed(self) -> Observed:
-        """All heartbeat records that have not expired; names whose records are long gone are forgotten on the way."""
+        """All heartbeat records that have not expired; forgets the names of those that have."""
         async with self.redis.pipeline(transaction=False) as pipe:
             pipe.smembers(self.keys.pools)
             pipe.smembers(self.keys.gateways)
@@ -88,11 +91,18 @@ class SiteStore:
         gateways = await self._records(self.keys.gateways, gateway_names, self.keys.gateway, GatewayRecord)
         return Observed(pools, gateways, msgspec.json.decode(controller, type=ControllerRecord) if controller else None)
 
+    async def pool_record(self, name: str) -> PoolRecord | None:
+        raw = await self.redis.get(self.keys.pool(name))
+        return msgspec.json.decode(raw, type=PoolRecord) if raw else None
+
     async def _records(self, members: str, names: set[bytes], key: Callable[[str], str], kind: type) -> dict[str, Any]:
         if not names:
             return {}
         ordered = sorted(name.decode() for name in names)
         found = await self.redis.mget([key(name) for name in ordered])
+        for name, raw in zip(ordered, found, strict=True):
+            if raw is None:
+                await self._forget_script(keys=[members, key(name)], args=[name])
         return {name: msgspec.json.decode(raw, type=kind) for name, raw in zip(ordered, found, strict=True) if raw}
 
     # Changes.
