@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
 API_VERSION = "modelyard/v1"
 NAME_PATTERN = r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$"
@@ -27,7 +27,13 @@ def parse_bytes(value: Any) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0)]
+_BYTES_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "minimum": 0},
+        {"type": "string", "pattern": r"^\s*[0-9]+(\.[0-9]+)?\s*(B|[KMGT]iB|[KMG]B)?\s*$"},
+    ]
+}
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0), WithJsonSchema(_BYTES_SCHEMA)]
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
 
 

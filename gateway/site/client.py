@@ -1,0 +1,110 @@
+"""The admin and inference services of a site, as the command line calls them. Every failure arrives as a YardError."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import grpc
+import msgspec
+
+from gateway.api.errors import GRPC_STATUS, ErrorCode, YardError
+from gateway.api.grpc_options import CLIENT_OPTIONS
+from gateway.api.proto import admin_pb2 as admin
+from gateway.api.proto import inference_pb2 as inference
+from gateway.api.proto.admin_pb2_grpc import AdminStub
+from gateway.api.proto.inference_pb2_grpc import InferenceStub
+from gateway.api.records import SiteStatus
+from gateway.api.runtime import SECRET_METADATA_KEY
+
+CALL_TIMEOUT_S = 15.0
+_CODES = {status: code for code, status in GRPC_STATUS.items()} | {
+    grpc.StatusCode.ABORTED: ErrorCode.CONFLICT,
+    grpc.StatusCode.ALREADY_EXISTS: ErrorCode.CONFLICT,
+}
+
+_Answer = TypeVar("_Answer")
+
+
+class SiteClient:
+    """`secret`: the site's own, where the caller may read it; the admin side of a site beyond loopback asks for it."""
+
+    def __init__(self, address: str, secret: str | None = None) -> None:
+        self.address = address
+        self._metadata = ((SECRET_METADATA_KEY, secret),) if secret else ()
+        self._channel = grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+        self._admin = AdminStub(self._channel)
+        self._inference = InferenceStub(self._channel)
+
+    def __enter__(self) -> SiteClient:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._channel.close()
+
+    def apply(self, objects: Sequence[admin.Object]) -> admin.ApplyResponse:
+        return self._call(self._admin.Apply, admin.ApplyRequest(objects=objects))
+
+    def plan(self, objects: Sequence[admin.Object]) -> admin.PlanResponse:
+        return self._call(self._admin.Plan, admin.ApplyRequest(objects=objects))
+
+    def get(self, kind: str = "", name: str = "") -> admin.GetResponse:
+        return self._call(self._admin.Get, admin.GetRequest(kind=kind, name=name))
+
+    def describe(self, kind: str, name: str) -> admin.DescribeResponse:
+        return self._call(self._admin.Describe, admin.DescribeRequest(kind=kind, name=name))
+
+    def delete(self, kind: str, name: str, *, force: bool = False) -> admin.Change:
+        return self._call(self._admin.Delete, admin.DeleteRequest(kind=kind, name=name, force=force)).change
+
+    def status(self) -> SiteStatus:
+        answer = self._call(self._admin.Status, admin.StatusRequest())
+        return msgspec.json.decode(answer.status_json, type=SiteStatus)
+
+    def switch_route(self, route: str, model: str, *, force: bool = False) -> admin.SwitchRouteResponse:
+        request = admin.SwitchRouteRequest(route=route, to_model=model, force=force)
+        return self._call(self._admin.SwitchRoute, request)
+
+    def rollback_route(self, route: str, *, force: bool = False) -> admin.SwitchRouteResponse:
+        return self._call(self._admin.RollbackRoute, admin.RollbackRouteRequest(route=route, force=force))
+
+    def events(self, *, follow: bool, last: int) -> Iterator[admin.Event]:
+        timeout_s = None if follow else CALL_TIMEOUT_S
+        return self._stream(self._admin.Events, admin.EventsRequest(follow=follow, last=last), timeout_s)
+
+    def chat(self, request: inference.ChatRequest, timeout_s: float) -> inference.GenerateResponse:
+        return self._call(self._inference.Chat, request, timeout_s)
+
+    def chat_stream(self, request: inference.ChatRequest, timeout_s: float) -> Iterator[inference.GenerateChunk]:
+        return self._stream(self._inference.ChatStream, request, timeout_s)
+
+    def generate_stream(self, request: inference.GenerateRequest, timeout_s: float) -> Iterator[inference.GenerateChunk]:
+        return self._stream(self._inference.GenerateStream, request, timeout_s)
+
+    def _call(self, method: Callable[..., _Answer], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> _Answer:
+        try:
+            return method(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise self._error(error) from None
+
+    def _stream(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Iterator[Any]:
+        call = method(request, timeout=timeout_s, metadata=self._metadata)
+        try:
+            yield from call
+        except grpc.RpcError as error:
+            raise self._error(error) from None
+        finally:
+            call.cancel()
+
+    def _error(self, error: grpc.RpcError) -> YardError:
+        status, details = error.code(), error.details() or ""  # type: ignore[attr-defined]
+        if status is grpc.StatusCode.UNIMPLEMENTED:
+            return YardError(
+                ErrorCode.UNAVAILABLE, f"{self.address} is no Modelyard gateway, or one of another version: {details}"
+            )
+        code = _CODES.get(status, ErrorCode.INTERNAL)
+        if code is ErrorCode.UNAVAILABLE and "onnect" in details and "address" in details:
+            details = f"no Modelyard answers at {self.address}; start it with `yard up`, or name another with --server HOST:PORT"
+        if code is ErrorCode.DEADLINE:
+            details = f"{self.address} did not answer in time: {details}"
+        return YardError(code, details or f"{self.address} answered {status.name}")

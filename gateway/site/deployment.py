@@ -1,0 +1,123 @@
+"""The site's Serve applications on a Ray cluster: deployed, watched and taken down. The only module here that imports Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Mapping
+from typing import cast
+
+from gateway.api.errors import ErrorCode, YardError, unavailable
+from gateway.api.runtime import Runtime
+
+NAMESPACE = "modelyard"
+_LOG_LEVEL = "WARNING"
+# Detached, so that they outlive a driver; see workers/driver.
+_RANK_PREFIX = "modelyard-rank-"
+_POOL_PREFIX = "modelyard-pool-"
+
+
+def load(environment: Mapping[str, str]) -> None:
+    """Imports Ray, which takes seconds; its settings must be in the environment before. Meant for a thread beside other work."""
+    os.environ.update(environment)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
+    import ray.serve  # noqa: F401
+
+    import gateway.apps  # noqa: F401
+
+
+def connect(address: str) -> None:
+    """YardError(UNAVAILABLE) when no Ray answers there."""
+    import ray
+
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    try:
+        ray.init(address=address, namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False)
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        raise unavailable(f"no Ray at {address}: {error}; start it, or leave --ray-address out") from error
+
+
+def disconnect() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def node_addresses() -> set[str]:
+    import ray
+
+    return {node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}
+
+
+def deploy(runtime: Runtime, gateways: int) -> None:
+    """Hands the two applications to Serve and returns while their replicas start. Pools are the controller's to deploy."""
+    from ray import serve
+    from ray.serve.schema import LoggingConfig
+
+    from gateway import apps
+
+    logging_config = LoggingConfig(log_level=_LOG_LEVEL, enable_access_log=False)
+    serve.start(proxy_location="Disabled", logging_config=logging_config)
+    serve.run_many(
+        [
+            serve.RunTarget(apps.gateway_app(runtime, gateways), name=apps.GATEWAY_APP, route_prefix=None),
+            serve.RunTarget(apps.controller_app(runtime), name=apps.CONTROLLER_APP, route_prefix=None),
+        ],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+
+
+def check() -> None:
+    """YardError with the cause when Serve gave up on an application."""
+    from ray import serve
+
+    for name, application in serve.status().applications.items():
+        if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            messages = [application.message, *(item.message for item in application.deployments.values())]
+            raise YardError(ErrorCode.INTERNAL, f"application {name} does not start: {_last_error(messages)}")
+
+
+def starting() -> str:
+    """What Serve says of the applications that are not running yet."""
+    from ray import serve
+
+    waiting = [name for name, application in serve.status().applications.items() if application.status != "RUNNING"]
+    return f"starting {', '.join(waiting)}" if waiting else "running"
+
+
+def undeploy(*, whole_serve: bool) -> None:
+    """Gateways first, so that their requests can finish while the pools still compute; then the pools and their ranks.
+
+    `whole_serve`: the Ray is the site's own, so Serve goes too; otherwise only what this site put there.
+    """
+    import ray
+    from ray import serve
+    from ray.serve.context import _get_global_client
+
+    from gateway import apps
+
+    client = _get_global_client(raise_if_no_controller_running=False)
+    if client is not None:
+        present = list(serve.status().applications)
+        first = [name for name in (apps.GATEWAY_APP, apps.CONTROLLER_APP) if name in present]
+        pools = [name for name in present if name.startswith(apps.pool_app_name(""))]
+        for names in (first, pools):
+            if names:
+                client.delete_apps(names, blocking=True)
+        if whole_serve:
+            serve.shutdown()
+            return
+    for actor in cast("list[dict[str, str]]", ray.util.list_named_actors(all_namespaces=True)):
+        if actor["name"].startswith(_RANK_PREFIX):
+            ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
+    for group in ray.util.placement_group_table().values():
+        if group["name"].startswith(_POOL_PREFIX) and group["state"] != "REMOVED":
+            ray.util.remove_placement_group(ray.util.get_placement_group(group["name"]))
+
+
+def _last_error(messages: list[str]) -> str:
+    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line or "Exception" in line]
+    return (errors or lines or ["Serve gave no reason"])[-1][:400]

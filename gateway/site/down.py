@@ -1,0 +1,73 @@
+"""`yard down`: lets requests finish, stops everything that the state file names, and leaves desired state for the next start."""
+
+from __future__ import annotations
+
+from gateway.api.errors import ErrorCode, YardError
+from gateway.site import ray_head, state, valkey
+from gateway.site.board import Board
+from gateway.site.home import Home
+from gateway.site.processes import is_alive, members, stop
+
+_TERM_GRACE_S = 8.0
+
+
+def down(home: Home, board: Board) -> state.SiteState | None:
+    """None when nothing was running. Works on a site that crashed, too. YardError when a process cannot be ended."""
+    found = state.load(home)
+    if found is None:
+        return None
+    if found.phase == "starting" and found.boot_id == state.boot_id() and is_alive(found.owner):
+        raise YardError(
+            ErrorCode.CONFLICT, f"`yard up` (pid {found.owner.pid}) is still starting this site; stop it with Ctrl-C first"
+        )
+    if is_complete(found):
+        state.save(home, found)
+        with board.step("applications", "draining"):
+            _undeploy(home, found)
+    with board.step("processes", "stopping Ray and Valkey" if found.ray_is_ours else "stopping Valkey"):
+        stop_processes(home, found)
+    return found
+
+
+def is_complete(found: state.SiteState) -> bool:
+    """Whether every server that the site started still runs."""
+    if found.boot_id != state.boot_id():
+        return False
+    return all(members([leader]) for leader in found.sessions.values()) and bool(found.ray_address)
+
+
+def stop_processes(home: Home, found: state.SiteState) -> None:
+    """Ends Ray, then Valkey (so that its append-only file is whole), and removes the state file once nothing is left."""
+    if found.boot_id == state.boot_id():
+        leaders = found.sessions
+        left = stop([leaders["ray"]], None, _TERM_GRACE_S) if "ray" in leaders else []
+        if "valkey" in leaders:
+            valkey.shut_down(found.valkey_port, home.secrets().valkey)
+        left += stop(list(leaders.values()), home.run_dir, _TERM_GRACE_S)
+        if left:
+            names = ", ".join(f"{process.pid}" for process in left)
+            raise YardError(ErrorCode.INTERNAL, f"processes {names} do not end, not even by SIGKILL; {home.state_file} is kept")
+    _remove_sockets(home)
+    state.remove(home)
+
+
+def _undeploy(home: Home, found: state.SiteState) -> None:
+    from gateway.site import deployment
+
+    loopback = found.ray_address.startswith("127.0.0.1:")
+    deployment.load(ray_head.environment(home, loopback=loopback) if found.ray_is_ours else {})
+    try:
+        deployment.connect(found.ray_address)
+    except YardError:
+        if not found.ray_is_ours:
+            raise
+        return  # a head that does not answer has nothing to drain; its processes are ended next
+    deployment.undeploy(whole_serve=found.ray_is_ours)
+    deployment.disconnect()
+
+
+def _remove_sockets(home: Home) -> None:
+    if home.run_dir.is_dir():
+        for path in home.run_dir.rglob("*"):
+            if path.is_socket():
+                path.unlink(missing_ok=True)

@@ -1,0 +1,64 @@
+"""The site directory: the Site document with what the command line overrides, and the desired objects beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from gateway.api.config import DESIRED_KINDS, ListenSpec, ModelSpec, PoolSpec, SiteSpec
+from gateway.api.errors import invalid
+from gateway.api.manifest import Located, read
+
+DEFAULT_SITE = Path(__file__).resolve().parents[2] / "configs" / "local"
+
+
+@dataclass(frozen=True, slots=True)
+class SiteFiles:
+    directory: Path
+    name: str
+    spec: SiteSpec
+    documents: tuple[Located, ...]  # desired objects, in the order they are applied
+
+    @property
+    def is_loopback(self) -> bool:
+        return self.spec.listen.host in ("127.0.0.1", "localhost", "::1")
+
+    @property
+    def default_route(self) -> str | None:
+        """The first route of the directory: where `yard up` sends its canary prompt."""
+        return next((document.manifest.name for document in self.documents if document.manifest.kind == "Route"), None)
+
+    def replicas(self) -> dict[str, int]:
+        """Model -> worker groups that must be ready."""
+        return {
+            document.manifest.name: document.manifest.spec.replicas
+            for document in self.documents
+            if isinstance(document.manifest.spec, ModelSpec)
+        }
+
+    def pools(self) -> dict[str, PoolSpec]:
+        return {d.manifest.name: d.manifest.spec for d in self.documents if isinstance(d.manifest.spec, PoolSpec)}
+
+
+def read_site(directory: Path, listen: Mapping[str, object], redis: str | None, gateways: int | None = None) -> SiteFiles:
+    """`listen`, `redis` and `gateways` override site.yaml where they are given. YardError says what is wrong and where."""
+    if not directory.is_dir():
+        raise invalid(f"{directory}: no such site directory; name one with --site")
+    documents = read([directory])
+    sites = [document for document in documents if document.manifest.kind == "Site"]
+    if len(sites) != 1:
+        raise invalid(f"{directory}: a site directory holds exactly one document of kind Site, this one {len(sites)}")
+    spec: SiteSpec = sites[0].manifest.spec
+    given = {name: value for name, value in listen.items() if value is not None}
+    try:
+        changed = ListenSpec.model_validate({**spec.listen.model_dump(), **given})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise invalid(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from error
+    spec = spec.model_copy(update={"listen": changed, "redis": redis or spec.redis, "gateways": gateways or spec.gateways})
+    order = {kind: index for index, kind in enumerate(DESIRED_KINDS)}
+    desired = sorted((d for d in documents if d.manifest.kind in order), key=lambda d: order[d.manifest.kind])
+    return SiteFiles(directory.resolve(), sites[0].manifest.name, spec, tuple(desired))

@@ -1,0 +1,355 @@
+"""`yard up`: from nothing, or from a stopped site, to a gateway that answered a canary prompt. All or nothing.
+
+What takes long runs at once: Ray's start, the import of its client, Valkey, and the opening of the models' files. Every
+process is in the state file before it can do anything, so that a failure, an interrupt or a crash leaves none behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import msgspec
+
+from gateway.api.config import PoolSpec
+from gateway.api.errors import ErrorCode, YardError, invalid
+from gateway.api.proto import inference_pb2 as inference
+from gateway.api.runtime import Runtime
+from gateway.site import desired, down, preflight, ray_head, readiness, state, valkey
+from gateway.site.board import Board
+from gateway.site.client import SiteClient
+from gateway.site.home import Home
+from gateway.site.processes import Mark, is_alive, mark
+from gateway.site.site_files import SiteFiles
+
+# A model that failed is given this long to heal (its driver tries again) before the whole start counts as failed.
+_FAILURE_GRACE_S = 5.0
+_POLL_S = 0.25
+_SERVE_POLL_S = 2.0
+_CANARY_TIMEOUT_S = 60.0
+CANARY_PROMPT = "What is the capital of France?"
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    route: str
+    model: str
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """What `yard up` reports at its end."""
+
+    state: state.SiteState
+    canary: Canary | None
+    was_running: bool
+    kept: tuple[str, ...]  # objects that differ from their files because ops changed them since
+
+
+def up(home: Home, site: SiteFiles, board: Board, *, ray_address: str | None, wait_s: float) -> Up:
+    """YardError when the site does not come up; then nothing that this call started is left."""
+    home.create()
+    found = state.load(home)
+    if found is not None:
+        if _is_running(found):
+            return _verify(home, found, site, board, wait_s)
+        with board.step("leftovers", f"of a {found.phase} site that ended without `yard down`"):
+            down.stop_processes(home, found)
+    preflight_all(home, site, board)
+    start = _Start(home, site, board, ray_address, wait_s)
+    try:
+        return start.run()
+    except BaseException:
+        with board.step("cleaning up", "stopping what was started"), _uninterrupted():
+            start.abandon()
+        raise
+
+
+def preflight_all(home: Home, site: SiteFiles, board: Board) -> None:
+    listen = site.spec.listen
+    with board.step("checks") as step:
+        preflight.check_disk(home.path, home.run_dir)
+        ports = {"grpc-port": listen.grpc_port, "http-port": listen.http_port, "dashboard-port": listen.dashboard_port}
+        preflight.check_ports(listen.host, ports)
+        preflight.check_memory(site.documents)
+        if site.spec.redis:
+            asyncio.run(preflight.check_redis(site.spec.redis))
+        step.note = "ports, disk, memory" + (", Redis" if site.spec.redis else "")
+
+
+def _is_running(found: state.SiteState) -> bool:
+    if found.boot_id != state.boot_id():
+        return False
+    if found.phase == "starting" and is_alive(found.owner):
+        raise invalid(f"another `yard up` (pid {found.owner.pid}) is starting site {found.site}; wait for it, or stop it")
+    return found.phase == "running" and down.is_complete(found)
+
+
+class _Start:
+    """One start, and what it has put into the world so far (`state`)."""
+
+    def __init__(self, home: Home, site: SiteFiles, board: Board, ray_address: str | None, wait_s: float) -> None:
+        self._home, self._site, self._board, self._ray_address = home, site, board, ray_address
+        self._jobs = ThreadPoolExecutor(max_workers=4, thread_name_prefix="yard-up")
+        self._state_lock = threading.Lock()
+        self._deadline = time.monotonic() + wait_s
+        self._wait_s = wait_s
+        listen = site.spec.listen
+        ports = [port or free for port, free in zip(_ports(site), ray_head.free_ports(3), strict=True)]
+        self.state = state.save(
+            home,
+            state.SiteState(
+                site=site.name,
+                site_dir=str(site.directory),
+                phase="starting",
+                boot_id=state.boot_id(),
+                owner=mark(os.getpid()),
+                ray_is_ours=ray_address is None,
+                redis_is_ours=site.spec.redis is None,
+                bind_host=listen.host,
+                grpc_port=ports[0],
+                http_port=ports[1],
+                dashboard_port=ports[2],
+                redis_url=site.spec.redis or "",
+                valkey_port=ray_head.free_ports(1)[0],
+            ),
+        )
+
+    def run(self) -> Up:
+        secrets = self._home.secrets()
+        self._start_servers()
+        from gateway.site import deployment
+
+        with self._board.step("applications") as step:
+            deployment.connect(self.state.ray_address)
+            if self.state.redis_is_ours and len(deployment.node_addresses()) > 1:
+                raise invalid(
+                    "this Ray has nodes on other machines, which cannot reach the embedded Valkey; give a shared one with --redis"
+                )
+            deployment.deploy(self._runtime(secrets.site), self._site.spec.gateways)
+            with SiteClient(self.state.grpc_address, secrets.site) as client:
+                self._wait_for_gateway(client)
+                step.note = "gateway and controller run"
+                result = self._bring_up(client)
+        deployment.disconnect()
+        return result
+
+    def _start_servers(self) -> None:
+        from gateway.site import deployment
+
+        environment = ray_head.environment(self._home, loopback=self._site.is_loopback) if self._ray_address is None else {}
+        work: list[Callable[[], None]] = [lambda: deployment.load(environment), self._check_models]
+        if self.state.redis_is_ours:
+            work.append(self._start_valkey)
+        if self._ray_address is None:
+            work.append(self._start_ray)
+        else:
+            self._change_state(ray_address=self._ray_address)
+        done, _ = wait([self._jobs.submit(job) for job in work], return_when=FIRST_EXCEPTION)
+        for job in done:
+            job.result()
+
+    def _check_models(self) -> None:
+        with self._board.step("models", "reading headers"):
+            preflight.check_models(self._site.documents, self._home.cache_dir)
+
+    def _start_valkey(self) -> None:
+        with self._board.step("Valkey") as step:
+            leader = valkey.start(self._home, self.state.valkey_port, self._home.secrets().valkey, self._record("valkey"))
+            step.note = f"127.0.0.1:{self.state.valkey_port}, process {leader.pid}"
+
+    def _start_ray(self) -> None:
+        with self._board.step("Ray") as step:
+            address = ray_head.start(
+                self._home,
+                node_address="127.0.0.1" if self._site.is_loopback else _node_address(),
+                dashboard_port=self.state.dashboard_port,
+                cpus=_cpus(self._site.pools()),
+                pool_mib=_pool_mib(self._site.pools()),
+                on_start=self._record("ray"),
+            )
+            self._change_state(ray_address=address)
+            step.note = f"{address}, dashboard 127.0.0.1:{self.state.dashboard_port}"
+
+    def _record(self, name: str) -> Callable[[Mark], None]:
+        def record(leader: Mark) -> None:
+            with self._state_lock:
+                self.state = state.save(self._home, self.state.with_session(name, leader))
+
+        return record
+
+    def _change_state(self, **changes: object) -> None:
+        with self._state_lock:
+            self.state = state.save(self._home, msgspec.structs.replace(self.state, **changes))
+
+    def abandon(self) -> None:
+        """Ends everything this start began. A thread that was just starting a server sees it end, and is waited for."""
+        down.stop_processes(self._home, self.state)
+        self._jobs.shutdown(wait=True, cancel_futures=True)
+        down.stop_processes(self._home, self.state)
+
+    def _runtime(self, secret: str) -> Runtime:
+        redis_url = self.state.redis_url or valkey.url(self.state.valkey_port, self._home.secrets().valkey)
+        return Runtime(
+            site=self._site.name,
+            redis_url=redis_url,
+            secret=secret,
+            cache_dir=str(self._home.cache_dir),
+            run_dir=str(self._home.run_dir),
+            bind_host="127.0.0.1" if self._site.is_loopback else "node",
+            grpc_port=self.state.grpc_port,
+            http_port=self.state.http_port,
+        )
+
+    def _wait_for_gateway(self, client: SiteClient) -> None:
+        from gateway.site import deployment
+
+        looked_s = time.monotonic()
+        while not _answers(client):
+            if time.monotonic() - looked_s > _SERVE_POLL_S:
+                deployment.check()
+                self._board.update("applications", deployment.starting())
+                looked_s = time.monotonic()
+            self._check_deadline("the gateway does not answer yet")
+            time.sleep(_POLL_S)
+
+    def _bring_up(self, client: SiteClient) -> Up:
+        with self._board.step("desired state") as step:
+            reconciled = desired.reconcile(client, self._home, self._site.documents)
+            step.note = f"{', '.join(reconciled.written)} written" if reconciled.written else "as it was"
+        self._wait_for_models(client)
+        canary = ask_canary(client, self._site.default_route, self._board)
+        self._change_state(phase="running")
+        return Up(self.state, canary, was_running=False, kept=reconciled.kept)
+
+    def _wait_for_models(self, client: SiteClient) -> None:
+        from gateway.site import deployment
+
+        failed_since: float | None = None
+        looked_s = time.monotonic()
+        while True:
+            judged = readiness.judge(client.status(), self._site.pools(), self._site.replicas())
+            show(self._board, judged)
+            if judged.is_ready:
+                return
+            now = time.monotonic()
+            failed_since = (failed_since or now) if judged.failures else None
+            if failed_since is not None and now - failed_since >= _FAILURE_GRACE_S:
+                raise YardError(ErrorCode.INTERNAL, "\n".join(judged.failures))
+            if now - looked_s > _SERVE_POLL_S:
+                deployment.check()
+                looked_s = now
+            self._check_deadline("; ".join(f"{line.subject}: {line.note}" for line in judged.lines if not line.is_done))
+            time.sleep(_POLL_S)
+
+    def _check_deadline(self, what: str) -> None:
+        if time.monotonic() > self._deadline:
+            logs = self._home.run_dir / "ray" / "session_latest" / "logs" / "serve"
+            raise YardError(ErrorCode.DEADLINE, f"not up after {self._wait_s:.0f} s: {what} (logs: {logs}; more time: --wait-s)")
+
+
+def show(board: Board, judged: readiness.Readiness) -> None:
+    for line in judged.lines:
+        board.update(line.subject, line.note, line.fraction)
+        if line.is_done:
+            board.end(line.subject, line.note)
+
+
+def ask_canary(client: SiteClient, route: str | None, board: Board) -> Canary | None:
+    """A real prompt through the gateway. None where the site has no route."""
+    if route is None:
+        return None
+    with board.step("canary", f"asking {route}: {CANARY_PROMPT}") as step:
+        began_s = time.monotonic()
+        request = inference.ChatRequest(
+            model=route,
+            messages=[inference.Message(role="user", content=CANARY_PROMPT)],
+            max_tokens=16,
+            sampling=inference.Sampling(temperature=0.0),
+        )
+        answer = client.chat(request, _CANARY_TIMEOUT_S)
+        text = answer.choices[0].text.strip() if answer.choices else ""
+        if not text:
+            raise YardError(
+                ErrorCode.INTERNAL, f"route {route} answered the canary prompt with nothing; see `yard describe route {route}`"
+            )
+        step.note = f"{route}: {text!r}"
+        return Canary(route, answer.model, text, time.monotonic() - began_s)
+
+
+def _verify(home: Home, found: state.SiteState, site: SiteFiles, board: Board, wait_s: float) -> Up:
+    """The site runs already: says whether it serves, and changes nothing."""
+    if found.site != site.name:
+        raise invalid(
+            f"site {found.site} ({found.site_dir}) runs in this home; take it down with `yard down`, "
+            "or set MODELYARD_HOME to run a second site beside it"
+        )
+    with SiteClient(found.grpc_address, home.secrets().site) as client:
+        deadline = time.monotonic() + wait_s
+        while not (judged := readiness.judge(client.status(), site.pools(), site.replicas())).is_ready:
+            show(board, judged)
+            if time.monotonic() > deadline:
+                raise YardError(ErrorCode.UNAVAILABLE, "the site runs but does not serve all: " + "; ".join(judged.failures))
+            time.sleep(_POLL_S)
+        show(board, judged)
+        return Up(found, ask_canary(client, site.default_route, board), was_running=True, kept=())
+
+
+def _answers(client: SiteClient) -> bool:
+    try:
+        client.status()
+    except YardError as error:
+        if error.code in (ErrorCode.UNAVAILABLE, ErrorCode.DEADLINE):
+            return False
+        raise
+    return True
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C must not leave half of a site behind."""
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
+    try:
+        yield
+    finally:
+        for number, handler in zip(signals, before, strict=True):
+            signal.signal(number, handler)
+
+
+def _ports(site: SiteFiles) -> tuple[int, int, int]:
+    listen = site.spec.listen
+    return listen.grpc_port, listen.http_port, listen.dashboard_port
+
+
+def _cpus(pools: dict[str, PoolSpec]) -> int:
+    """Ray counts one CPU a rank of a CPU pool; a machine with fewer shares them."""
+    return max(os.cpu_count() or 1, sum(spec.devices for spec in pools.values() if spec.device == "cpu"))
+
+
+def _pool_mib(pools: dict[str, PoolSpec]) -> int:
+    """What the pools may take together: this machine's memory, or more where cards hold the pools."""
+    import psutil
+
+    wanted = sum(spec.devices * (spec.memory or 0) for spec in pools.values())
+    return max(psutil.virtual_memory().total, wanted) >> 20
+
+
+def _node_address() -> str:
+    """The address that other machines reach this one by: that of the interface with the default route."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # documentation address; nothing is sent
+            return probe.getsockname()[0]
+        except OSError:
+            return socket.gethostbyname(socket.gethostname())
