@@ -5,6 +5,7 @@ Weights are exact under the split; workspace, communication and graphs are estim
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,6 +22,13 @@ _COMMUNICATION_BYTES = {"cuda": 256 * MIB, "cpu": 8 * MIB}
 _GRAPH_BYTES = {"cuda": 192 * MIB, "cpu": 0}  # decode graphs share one memory pool
 
 
+# What a load takes beyond the sums: every region is rounded up to whole pages, and engines keep tables and padding beside
+# the matrices. Nothing is left of it once a load has been measured.
+PAGE_BYTES = 2 * MIB
+_SLACK_BYTES = 12 * PAGE_BYTES
+_SLACK_SHARE = 0.03
+
+
 @dataclass(frozen=True)
 class RankFootprint:
     """Reserved on one rank while the group is resident."""
@@ -30,23 +38,30 @@ class RankFootprint:
     workspace: int
     communication: int = 0
     graphs: int = 0
+    slack: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.kv_floor + self.workspace + self.communication + self.graphs
+        return self.weights + self.kv_floor + self.workspace + self.communication + self.graphs + self.slack
 
 
 def group_footprint(
     request: ModelRequest, tensor_parallel: int, pipeline_parallel: int, device: str
 ) -> tuple[RankFootprint, ...]:
     """One entry a pipeline stage (the shards of a stage are alike): ranks[stage * tensor_parallel + shard] has entry `stage`."""
+    floors = kv_floor_bytes(request, tensor_parallel, pipeline_parallel)
+    weights = [
+        weight_bytes(request.shape, request.precision, tensor_parallel, pipeline_parallel, stage)
+        for stage in range(pipeline_parallel)
+    ]
     return tuple(
         RankFootprint(
-            weights=weight_bytes(request.shape, request.precision, tensor_parallel, pipeline_parallel, stage),
-            kv_floor=kv_reserve_bytes(request, tensor_parallel, pipeline_parallel, stage),
+            weights=weights[stage],
+            kv_floor=floors[stage],
             workspace=workspace_bytes(request, tensor_parallel, last=stage == pipeline_parallel - 1),
             communication=_COMMUNICATION_BYTES[device] if tensor_parallel * pipeline_parallel > 1 else 0,
             graphs=_GRAPH_BYTES[device],
+            slack=int(weights[stage] * _SLACK_SHARE) + _SLACK_BYTES,
         )
         for stage in range(pipeline_parallel)
     )
@@ -93,8 +108,8 @@ def _resident(shape: ModelShape, parts: Iterable[WeightPart], precision: str, te
     return total
 
 
-def kv_token_bytes(request: ModelRequest, tensor_parallel: int, pipeline_parallel: int, stage: int, context: int = 1) -> int:
-    """Keys and values of a sequence of `context` tokens on one rank.
+def kv_bytes(request: ModelRequest, tensor_parallel: int, pipeline_parallel: int, stage: int, tokens: int) -> int:
+    """Keys and values of one sequence of `tokens` tokens on one rank.
 
     The torch engine keeps every token of every layer as heads; TensorRT-LLM drops what has left a layer's window and keeps
     latent attention compressed.
@@ -104,17 +119,28 @@ def kv_token_bytes(request: ModelRequest, tensor_parallel: int, pipeline_paralle
     elements = 2 * local_kv_heads(shape.kv_heads, tensor_parallel) * shape.head_dim
     if compact and shape.latent_elements:
         elements = shape.latent_elements
-    tokens = 0
-    for layer in stage_layers(shape.layers, pipeline_parallel, stage):
-        window = shape.layer_windows[layer] if compact and shape.layer_windows else 0
-        tokens += min(context, window) if window else context
-    return tokens * elements * shape.kv_bytes_per_element
+    layers = stage_layers(shape.layers, pipeline_parallel, stage)
+    kept = len(layers) * tokens
+    if compact and shape.layer_windows:
+        kept = sum(min(tokens, shape.layer_windows[layer] or tokens) for layer in layers)
+    return kept * elements * shape.kv_bytes_per_element
 
 
-def kv_reserve_bytes(request: ModelRequest, tensor_parallel: int, pipeline_parallel: int, stage: int) -> int:
-    """The floor, and never less than one sequence of full context: a group that cannot hold one cannot serve."""
-    one_sequence = kv_token_bytes(request, tensor_parallel, pipeline_parallel, stage, request.context)
-    return max(request.kv_floor_bytes, one_sequence)
+def kv_floor_bytes(request: ModelRequest, tensor_parallel: int, pipeline_parallel: int) -> tuple[int, ...]:
+    """Reserved on each rank of every stage: the floor in whole blocks, the same number of blocks on every stage, and never
+    less than one sequence of full context, for a group that cannot hold one cannot serve it. At most the ceiling.
+    """
+    stages = range(pipeline_parallel)
+    ceiling = request.kv_ceiling_bytes
+    if request.engine == "trtllm":  # told in bytes, and its blocks differ by layer
+        one = [kv_bytes(request, tensor_parallel, pipeline_parallel, stage, request.context) for stage in stages]
+        return tuple(min(max(request.kv_floor_bytes, size), ceiling or sys.maxsize) for size in one)
+    per_block = [kv_bytes(request, tensor_parallel, pipeline_parallel, stage, request.kv_block_tokens) for stage in stages]
+    blocks = -(-request.context // request.kv_block_tokens)
+    blocks = max(blocks, *(-(-request.kv_floor_bytes // size) for size in per_block))
+    if ceiling is not None:
+        blocks = min(blocks, *(ceiling // size for size in per_block))
+    return tuple(blocks * size for size in per_block)
 
 
 def workspace_bytes(request: ModelRequest, tensor_parallel: int, *, last: bool) -> int:

@@ -66,6 +66,8 @@ class ModelRequest:
     context: int = 2048
     concurrency: int = 16
     kv_floor_bytes: int = 0  # per rank
+    kv_ceiling_bytes: int | None = None  # per rank
+    kv_block_tokens: int = 16
     batch_tokens: int = 512  # tokens a step may compute
     precision: str = "auto"  # auto: the checkpoint's own
     engine: str = "torch"
