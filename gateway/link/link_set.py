@@ -1,0 +1,74 @@
+"""The links of a gateway, one per pool whose driver is alive."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+
+from gateway.api.records import PoolRecord
+from gateway.link.pool_link import PoolLink
+
+log = logging.getLogger(__name__)
+
+
+class LinkSet:
+    """Follows the pool records of the site.
+
+    - A new record: a link to it.
+    - A record with another incarnation or endpoint: a new link; the old one is retired.
+    - A record gone: its link is retired. What is in flight on a stream that still works is allowed to finish.
+    """
+
+    def __init__(self, *, gateway: str, secret: str) -> None:
+        self._gateway = gateway
+        self._secret = secret
+        self._links: dict[str, PoolLink] = {}
+        self._retired: list[PoolLink] = []
+        self._changed: asyncio.Future[None] | None = None
+
+    def reconcile(self, records: Mapping[str, PoolRecord]) -> None:
+        for pool in [pool for pool in self._links if pool not in records]:
+            self._retire(pool, "its driver's heartbeat expired")
+        for pool, record in records.items():
+            link = self._links.get(pool)
+            if link is not None and (link.incarnation, link.endpoint) != (record.incarnation, record.endpoint):
+                self._retire(pool, "its driver was restarted")
+                link = None
+            if link is None:
+                self._links[pool] = PoolLink(record, gateway=self._gateway, secret=self._secret, on_change=self._announce)
+            else:
+                link.update(record)
+        self._retired = [link for link in self._retired if not link.closed]
+        self._announce()
+
+    def holding(self, model: str) -> list[PoolLink]:
+        """Links to the pools that can take a request for the model: those with a ready group, else those with a parked one."""
+        links = [link for link in self._links.values() if link.ready_groups(model)]
+        return links or [link for link in self._links.values() if link.groups(model, "parked")]
+
+    @property
+    def in_flight(self) -> int:
+        return sum(link.in_flight for link in [*self._links.values(), *self._retired])
+
+    async def wait_change(self, timeout_s: float) -> None:
+        """Returns when a link came up or went down or a record changed, at the latest after `timeout_s`."""
+        if self._changed is None:
+            self._changed = asyncio.get_running_loop().create_future()
+        await asyncio.wait([self._changed], timeout=timeout_s)
+
+    async def close(self) -> None:
+        links = [*self._links.values(), *self._retired]
+        self._links, self._retired = {}, []
+        await asyncio.gather(*(link.close("the gateway stops") for link in links))
+
+    def _retire(self, pool: str, reason: str) -> None:
+        link = self._links.pop(pool)
+        log.info("link to pool %s is retired: %s", pool, reason)
+        link.retire(f"pool `{pool}`: {reason}")
+        self._retired.append(link)
+
+    def _announce(self) -> None:
+        changed, self._changed = self._changed, None
+        if changed is not None and not changed.done():
+            changed.set_result(None)

@@ -1,0 +1,224 @@
+"""One stream to one pool driver, kept open."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from gateway.api.errors import unavailable
+from gateway.api.grpc_options import CLIENT_OPTIONS
+from gateway.api.proto.pool_pb2 import DownFrame, Submit, UpFrame
+from gateway.api.proto.pool_pb2_grpc import PoolLinkStub
+from gateway.api.records import PoolRecord
+from gateway.api.runtime import SECRET_METADATA_KEY
+from gateway.link.flight import Flight, Lost
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.05
+LONGEST_BACKOFF_S = 2.0
+
+LinkCall = grpc.aio.StreamStreamCall[UpFrame, DownFrame]
+
+
+class PoolLink:
+    """Carries the requests of this gateway to one incarnation of one pool driver.
+
+    - `up` from when the stream's first frame was accepted until it breaks. `submit` needs it.
+    - When the stream breaks, every flight on it gets Lost at once, and the link connects again with growing pauses.
+    - `retire` ends that: a retired link takes no new requests, keeps what is in flight, and closes when the last ended or
+      the stream breaks.
+    - Submits and cancels that come up while a frame is being written leave together in the next one.
+
+    All methods belong to the loop that made it.
+    """
+
+    def __init__(self, record: PoolRecord, *, gateway: str, secret: str, on_change: Callable[[], None]) -> None:
+        self.pool = record.pool
+        self.endpoint = record.endpoint
+        self.incarnation = record.incarnation
+        self.up = False
+        self.retired = False
+        self.reason = "not connected yet"
+        self._gateway = gateway
+        self._secret = secret
+        self._on_change = on_change
+        self._states: dict[str, Counter[str]] = {}
+        self._reported: dict[str, int] = {}  # outstanding tokens by model, as the driver last said
+        self._sent: dict[str, int] = {}  # tokens submitted since it said so
+        self._flights: dict[int, tuple[Flight, int]] = {}
+        self._next_id = 1
+        self._outbox = UpFrame()
+        self._outbox_ready = asyncio.Event()
+        self.update(record)
+        self._task = asyncio.create_task(self._run(), name=f"link-{self.pool}")
+
+    # ---------------------------------------------------------------- what the choice of a replica looks at
+
+    def update(self, record: PoolRecord) -> None:
+        """Takes over a newer heartbeat of the same incarnation."""
+        states: dict[str, Counter[str]] = {}
+        reported: dict[str, int] = {}
+        for group in record.groups:
+            states.setdefault(group.model, Counter())[group.state] += 1
+            reported[group.model] = reported.get(group.model, 0) + group.outstanding_tokens
+        self._states = states
+        if not self.up:  # frames are fresher than heartbeats
+            self._reported = reported
+
+    def groups(self, model: str, state: str) -> int:
+        counter = self._states.get(model)
+        return counter[state] if counter else 0
+
+    def ready_groups(self, model: str) -> int:
+        return self.groups(model, "ready")
+
+    def outstanding_tokens(self, model: str) -> int:
+        return self._reported.get(model, 0) + self._sent.get(model, 0)
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._flights)
+
+    # ---------------------------------------------------------------- requests
+
+    def submit(self, flight: Flight, submits: Sequence[Submit]) -> list[int]:
+        """Sends the sequences of one request; `flight` hears of each by its place in `submits`. Returns their ids.
+
+        YardError(UNAVAILABLE) when the link is not up: nothing was sent then.
+        """
+        if not self.up or self.retired:
+            raise unavailable(f"pool `{self.pool}` is not connected: {self.reason}")
+        ids = []
+        for index, submit in enumerate(submits):
+            submit.id = self._next_id
+            self._next_id += 1
+            self._flights[submit.id] = (flight, index)
+            self._sent[submit.model] = self._sent.get(submit.model, 0) + len(submit.prompt_ids) + submit.max_tokens
+            ids.append(submit.id)
+        self._outbox.submits.extend(submits)
+        self._outbox_ready.set()
+        return ids
+
+    def cancel(self, ids: Sequence[int]) -> None:
+        """Stops those of these sequences that still run. Their flight hears nothing more of them."""
+        running = [sequence for sequence in ids if self._flights.pop(sequence, None) is not None]
+        if running and self.up:
+            self._outbox.cancels.extend(running)
+            self._outbox_ready.set()
+        self._close_when_idle()
+
+    # ---------------------------------------------------------------- life
+
+    def retire(self, reason: str) -> None:
+        self.retired = True
+        self.reason = reason
+        if not self.up:
+            self._task.cancel()
+        self._close_when_idle()
+
+    async def close(self, reason: str) -> None:
+        """Ends the stream now; what is in flight is lost."""
+        self.retired = True
+        self.reason = reason
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    @property
+    def closed(self) -> bool:
+        return self._task.done()
+
+    def _close_when_idle(self) -> None:
+        # Up frames that wait carry the last cancels; the writer looks again when they are out.
+        if self.retired and not self._flights and not self._outbox_ready.is_set():
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        pause_s = FIRST_BACKOFF_S
+        try:
+            while not self.retired:
+                was_up = await self._connect_once()
+                if self.retired:
+                    return
+                pause_s = FIRST_BACKOFF_S if was_up else min(LONGEST_BACKOFF_S, pause_s * 2)
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, not a secret
+        finally:
+            self._lose(self.reason)
+
+    async def _connect_once(self) -> bool:
+        """Serves one stream until it ends. Returns whether it was ever up."""
+        metadata = ((SECRET_METADATA_KEY, self._secret),)
+        async with grpc.aio.insecure_channel(self.endpoint, options=CLIENT_OPTIONS) as channel:
+            call: LinkCall = PoolLinkStub(channel).Link(metadata=metadata)
+            writer: asyncio.Task[None] | None = None
+            was_up = False
+            try:
+                await call.write(UpFrame(gateway=self._gateway))
+                self.up = was_up = True
+                self._outbox = UpFrame()
+                self._outbox_ready.clear()
+                log.info("link to pool %s at %s is up", self.pool, self.endpoint)
+                self._on_change()
+                writer = asyncio.create_task(self._write(call), name=f"link-{self.pool}-writer")
+                await self._read(call)
+                self._lose(f"pool `{self.pool}` closed the link")
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+                self._lose(f"pool `{self.pool}` at {self.endpoint}: {_describe(error)}")
+            finally:
+                if writer is not None:
+                    writer.cancel()
+                    await asyncio.gather(writer, return_exceptions=True)
+                call.cancel()
+        return was_up
+
+    async def _read(self, call: LinkCall) -> None:
+        flights = self._flights
+        while (frame := await call.read()) is not grpc.aio.EOF:
+            for tokens in frame.tokens:
+                if (entry := flights.get(tokens.id)) is not None:
+                    entry[0].push(entry[1], tokens)
+            for hold in frame.holds:
+                if (entry := flights.get(hold.id)) is not None:
+                    entry[0].push(entry[1], hold)
+            for end in frame.ends:
+                if (entry := flights.pop(end.id, None)) is not None:
+                    entry[0].push(entry[1], end)
+            for load in frame.loads:
+                self._reported[load.model] = load.outstanding_tokens
+                self._sent.pop(load.model, None)
+            if frame.ends:
+                self._close_when_idle()
+
+    async def _write(self, call: LinkCall) -> None:
+        try:
+            while True:
+                await self._outbox_ready.wait()
+                frame, self._outbox = self._outbox, UpFrame()
+                self._outbox_ready.clear()
+                await call.write(frame)
+                self._close_when_idle()
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            # The reader sees the same end and tells the flights.
+            log.debug("link to pool %s: write failed: %s", self.pool, _describe(error))
+
+    def _lose(self, reason: str) -> None:
+        was_up, self.up = self.up, False
+        self.reason = reason
+        flights, self._flights = {flight for flight, _ in self._flights.values()}, {}
+        self._sent.clear()
+        for flight in flights:
+            flight.push(-1, Lost(reason))
+        if was_up:
+            log.warning("link lost with %d requests in flight: %s", len(flights), reason)
+        self._on_change()
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,172 @@
+"""One gateway: what a replica of the `gateway` deployment runs. Knows nothing of Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import socket
+import time
+import uuid
+from pathlib import Path
+
+import msgspec
+
+from gateway.api.records import HEARTBEAT_S, HEARTBEAT_TTL_S, GatewayRecord
+from gateway.api.runtime import Runtime
+from gateway.link.link_set import LinkSet
+from gateway.servers import ports
+from gateway.servers.admin_service import AdminService
+from gateway.servers.generation import GenerationPath
+from gateway.servers.health_service import HealthService
+from gateway.servers.inference_service import InferenceService
+from gateway.servers.metrics import GatewayMetrics
+from gateway.servers.openai_http import openai_app
+from gateway.servers.public_servers import ADMIN_NAME, INFERENCE_NAME, PublicServers
+from gateway.state.connection import LOST
+from gateway.state.feed import SiteFeed
+from gateway.state.store import SiteStore
+from gateway.state.view import SiteView
+from gateway.text.library import Loader, TextLibrary, checkpoint_loader
+
+log = logging.getLogger(__name__)
+
+# Load balancers look at /ready and health about once a second; the listeners stay open for so long after "not ready".
+ANNOUNCE_S = 1.0
+# Below Serve's graceful_shutdown_timeout_s of the deployment.
+DRAIN_S = 25.0
+
+
+class Gateway:
+    """Follows the site's state, keeps a link to every pool, and serves the public surfaces.
+
+    Without Redis it goes on with the last snapshot, marked degraded (rule 12); before the first snapshot it listens but is
+    not ready. All of it runs in the loop that calls `start`.
+    """
+
+    def __init__(self, runtime: Runtime, *, load_text: Loader | None = None) -> None:
+        self._runtime = runtime
+        self._id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self._load_text = load_text or checkpoint_loader(Path(runtime.cache_dir))
+        self._tasks: list[asyncio.Task[None]] = []
+        self._drained_s = DRAIN_S
+        self.view = SiteView()
+
+    async def start(self) -> None:
+        """YardError when an address cannot be listened on."""
+        runtime, view = self._runtime, self.view
+        self._store = SiteStore(runtime.redis_url, runtime.site)
+        self._links = LinkSet(gateway=self._id, secret=runtime.secret)
+        self._library = TextLibrary(self._load_text)
+        path = GenerationPath(view, self._library, self._links, random.Random())
+        metrics = GatewayMetrics(view)
+        self._metrics = metrics
+        self._health = HealthService(path, (INFERENCE_NAME, ADMIN_NAME))
+        self.servers = PublicServers(
+            run_dir=Path(runtime.run_dir),
+            host=ports.listen_address(runtime.bind_host),
+            grpc_port=runtime.grpc_port,
+            http_port=runtime.http_port,
+        )
+        view.subscribe(self._follow)
+        app = openai_app(path, metrics, self._health)
+        await self.servers.start(
+            InferenceService(path, metrics), self._health, app, AdminService(self._store, view, runtime), runtime.secret
+        )
+        self._spawn(SiteFeed(view, self._store).run(), "site-feed")
+        self._spawn(self._heartbeat(), "heartbeat")
+        self._spawn(self._accept_when_synced(), "first-snapshot")
+        log.info(
+            "gateway %s: gRPC on %s:%d, HTTP on %s:%d",
+            self._id,
+            self.servers.host,
+            self.grpc_port,
+            self.servers.host,
+            self.http_port,
+        )
+
+    @property
+    def grpc_port(self) -> int:
+        return self.servers.grpc_port
+
+    @property
+    def http_port(self) -> int:
+        return self.servers.http_port
+
+    def check_health(self) -> None:
+        """Raises what ended one of the tasks that must never end."""
+        self.servers.check()
+        for task in self._tasks:
+            if task.done() and not task.cancelled() and (error := task.exception()) is not None:
+                raise RuntimeError(f"{task.get_name()} of the gateway ended: {error}") from error
+
+    async def stop(self, drain_s: float = DRAIN_S) -> None:
+        """Announces that it is not ready, lets running requests finish for at most `drain_s`, then ends."""
+        self._health.set_accepting(False)
+        await self._forget()
+        if drain_s > 0:
+            await asyncio.sleep(min(ANNOUNCE_S, drain_s))
+        await self.servers.stop(drain_s)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._links.close()
+        await self._store.close()
+
+    def _spawn(self, coroutine, name: str) -> None:  # noqa: ANN001
+        self._tasks.append(asyncio.create_task(coroutine, name=name))
+
+    def _follow(self) -> None:
+        """After each change of the view."""
+        self._links.reconcile(self.view.pools)
+        self._library.prefetch(self.view.models)
+        self._health.refresh()
+
+    async def _accept_when_synced(self) -> None:
+        await self.view.wait_synced()
+        self._health.set_accepting(True)
+
+    async def _heartbeat(self) -> None:
+        keys, redis = self._store.keys, self._store.redis
+        known = False
+        while True:
+            record = msgspec.json.encode(self._record())
+            try:
+                async with redis.pipeline(transaction=False) as pipe:
+                    pipe.set(keys.gateway(self._id), record, px=int(HEARTBEAT_TTL_S * 1000))
+                    pipe.sadd(keys.gateways, self._id)
+                    if not known:
+                        pipe.publish(keys.observed, f"gateway:{self._id}")
+                    await pipe.execute()
+                known = True
+            except LOST as error:
+                if known:
+                    log.warning("heartbeat is not heard: %s", error)
+                known = False
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _forget(self) -> None:
+        keys, redis = self._store.keys, self._store.redis
+        with contextlib.suppress(*LOST):
+            async with redis.pipeline(transaction=False) as pipe:
+                pipe.delete(keys.gateway(self._id))
+                pipe.srem(keys.gateways, self._id)
+                pipe.publish(keys.observed, f"gateway:{self._id}")
+                await pipe.execute()
+
+    def _record(self) -> GatewayRecord:
+        host = self.servers.host
+        return GatewayRecord(
+            gateway=self._id,
+            node=socket.gethostname(),
+            pid=os.getpid(),
+            grpc_endpoint=f"{host}:{self.grpc_port}",
+            http_endpoint=f"{host}:{self.http_port}",
+            revision=self.view.revision,
+            heartbeat_unix=time.time(),
+            requests_in_flight=self._links.in_flight,
+            degraded=self.view.degraded,
+            version=self._runtime.version,
+        )

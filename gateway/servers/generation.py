@@ -1,0 +1,346 @@
+"""The one path under all surfaces: from a request to a stream of text."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+
+from gateway.api.errors import ErrorCode, YardError, unavailable
+from gateway.api.proto.pool_pb2 import End, Hold, Submit, Tokens
+from gateway.link.flight import Flight, Lost
+from gateway.link.link_set import LinkSet
+from gateway.link.pool_link import PoolLink
+from gateway.routing import route_table
+from gateway.routing.replica_choice import PowerOfTwoChoice
+from gateway.servers.choice_stream import ChoiceDelta, ChoiceStream
+from gateway.servers.request import UINT64, GenerationRequest, answer_budget, check, check_ids, resolved_sampling
+from gateway.state.view import SiteView
+from gateway.text.library import TextLibrary
+from gateway.text.model_text import ModelText
+
+# How long a request waits for the link to a pool whose heartbeat says that it holds the model, and how long for a second
+# replica after its first was lost. Then UNAVAILABLE, with this as the time to try again after.
+LINK_WAIT_S = 5.0
+RETRY_WAIT_S = 10.0
+RETRY_AFTER_S = 2.0
+
+
+@dataclass(slots=True)
+class Usage:
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+
+
+class GenerationPath:
+    """What every generation shares. One per gateway."""
+
+    def __init__(self, view: SiteView, library: TextLibrary, links: LinkSet, rng: random.Random) -> None:
+        self.view = view
+        self.library = library
+        self.links = links
+        self.rng = rng
+        self.choice = PowerOfTwoChoice[PoolLink](rng)
+
+    def resolve(self, name: str) -> route_table.Resolved:
+        """YardError(NOT_FOUND) when nothing has this name."""
+        return route_table.resolve(self.view, name, ready=self.ready, pick=self.rng.random())
+
+    async def text(self, resolved: route_table.Resolved) -> ModelText:
+        return await self.library.get(resolved.model, resolved.entry)
+
+    def context(self, resolved: route_table.Resolved, text: ModelText) -> int:
+        """Tokens of prompt plus answer: what the worker groups opened with, else what the manifest or the checkpoint says."""
+        opened = self._opened_context(resolved.model)
+        return opened or min(resolved.entry.spec.context or text.max_context, text.max_context)
+
+    def known_context(self, model: str) -> int:
+        """The same without waiting for the tokenizer; 0 when it is not known yet."""
+        text = self.library.loaded(model)
+        return self._opened_context(model) or self.view.models[model].spec.context or (text.max_context if text else 0)
+
+    def _opened_context(self, model: str) -> int:
+        return min((group.context for _, group in self.view.groups(model) if group.context and group.state == "ready"), default=0)
+
+    def ready(self, model: str) -> bool:
+        return bool(self.links.holding(model))
+
+    def why_unavailable(self, model: str) -> YardError:
+        groups = self.view.groups(model)
+        if not groups:
+            return unavailable(
+                f"model `{model}` is not in any pool yet; `yard describe model {model}` says why", retry_after_s=RETRY_AFTER_S
+            )
+        states = ", ".join(
+            f"{group.state} in pool `{pool}`"
+            + (f" ({group.progress:.0%})" if group.state == "loading" else "")
+            + (f": {group.reason}" if group.reason else "")
+            for pool, group in groups
+        )
+        return unavailable(f"model `{model}` cannot answer now: {states}", retry_after_s=RETRY_AFTER_S)
+
+
+class Generation:
+    """One request, from its arrival to its last token.
+
+        generation = Generation(path, request)
+        await generation.start()
+        while (news := await generation.receive()) is not None: …
+
+    1. `start` resolves the route, tokenizes, checks, chooses a pool and submits one sequence per choice.
+    2. `receive` gives what is new of the choices, a Hold while the model is being brought in, and None at the end.
+    3. A replica that is lost (or has no room, if there is another) before the first token is replaced, once (rule 9).
+    4. `close` may be called at any time, also before or during `start`, and more than once: what runs is cancelled at
+       once (rule 10). Whoever makes a Generation closes it.
+
+    `start` and `receive` raise YardError; after that nothing of the request runs any more.
+    """
+
+    def __init__(self, path: GenerationPath, request: GenerationRequest) -> None:
+        self.request = request
+        self.resolved: route_table.Resolved | None = None
+        self.usage = Usage()
+        self.created_unix = int(time.time())
+        self._path = path
+        self._loop = asyncio.get_running_loop()
+        self._timer = None if request.deadline is None else self._loop.call_at(request.deadline, self._expire)
+        self._closed = False
+        self._expired = False
+        self._choices: list[ChoiceStream] = []
+        self._running = 0
+        self._submits: list[Submit] = []
+        self._flight = Flight()
+        self._link: PoolLink | None = None
+        self._ids: list[int] = []
+        self._retried = False
+        self._started = False
+
+    @property
+    def model(self) -> str:
+        return self.resolved.model if self.resolved is not None else ""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the answer so far, over all choices."""
+        return sum(choice.completion_tokens for choice in self._choices)
+
+    # ---------------------------------------------------------------- beginning
+
+    async def start(self) -> None:
+        request, path = self.request, self._path
+        try:
+            check(request)
+            self.resolved = resolved = path.resolve(request.model)
+            async with asyncio.timeout_at(request.deadline):
+                text = await path.text(resolved)
+                prompt_ids = await self._prompt_ids(text)
+                self._prepare(text, prompt_ids)
+                await self._launch(None, LINK_WAIT_S)
+        except TimeoutError as error:
+            self.close()
+            raise self._deadline_error() from error
+        except BaseException:
+            self.close()
+            raise
+
+    async def _prompt_ids(self, text: ModelText) -> list[int]:
+        request = self.request
+        if request.prompt_ids is not None:
+            check_ids(request.prompt_ids, text.vocabulary_size, request.named("prompt_ids"))
+            return list(request.prompt_ids)
+        if request.messages is not None:
+            # A chat template writes its own beginning-of-sequence token.
+            rendered = text.render_chat(request.messages, tools=request.tools)
+            return await text.encode(rendered, add_special_tokens=False)
+        return await text.encode(request.prompt or "", add_special_tokens=request.add_special_tokens)
+
+    def _prepare(self, text: ModelText, prompt_ids: list[int]) -> None:
+        request, resolved = self.request, self.resolved
+        assert resolved is not None
+        check_ids(request.stop_token_ids, text.vocabulary_size, "stop_token_ids")
+        max_tokens = answer_budget(request, len(prompt_ids), self._path.context(resolved, text))
+        sampling = resolved_sampling(request, text.defaults, self._path.rng)
+        self.usage.prompt_tokens = len(prompt_ids)
+        self._choices = [ChoiceStream(index, request, text, prompt_ids) for index in range(request.n)]
+        self._running = request.n
+        for index in range(request.n):
+            submit = Submit(
+                model=resolved.model,
+                prompt_ids=prompt_ids,
+                max_tokens=max_tokens,
+                sampling=sampling,
+                stop_token_ids=request.stop_token_ids,
+                ignore_eos=request.ignore_eos,
+                tenant=request.tenant,
+                priority=resolved.entry.spec.priority,
+                request_id=request.request_id,
+                traceparent=request.traceparent,
+            )
+            submit.sampling.seed = (sampling.seed + index) % UINT64
+            self._submits.append(submit)
+
+    async def _launch(self, avoid: PoolLink | None, patience_s: float) -> None:
+        """Sends the sequences to a pool that has the model, for which it may wait; at first not to the one that just failed."""
+        links, model = self._path.links, self.model
+        give_up = self._loop.time() + patience_s
+        while True:
+            self._check_running()
+            holding = links.holding(model)
+            link = self._path.choice.choose([link for link in holding if link.up and link is not avoid], model)
+            if link is not None:
+                self._submit(link)
+                return
+            left_s = give_up - self._loop.time()
+            if not holding and (left_s <= 0 or not self._retried):
+                raise self._path.why_unavailable(model)
+            if left_s <= 0:
+                raise unavailable(f"model `{model}`: {holding[0].reason}", RETRY_AFTER_S)
+            await links.wait_change(min(left_s, 1.0))
+            avoid = None
+
+    def _submit(self, link: PoolLink) -> None:
+        timeout_ms = 0
+        if self.request.deadline is not None:
+            timeout_ms = int((self.request.deadline - self._loop.time()) * 1000)
+            if timeout_ms < 1:
+                raise self._deadline_error()
+        for submit in self._submits:
+            submit.timeout_ms = timeout_ms
+        self._flight = Flight()
+        self._link = link
+        self._ids = link.submit(self._flight, self._submits)
+
+    # ---------------------------------------------------------------- going on
+
+    async def receive(self) -> list[ChoiceDelta] | Hold | None:
+        while self._running:
+            self._check_running()
+            events = await self._flight.receive()
+            self._check_running()
+            news: list[ChoiceDelta] = []
+            hold: Hold | None = None
+            for index, event in events:
+                kind = type(event)
+                if kind is Tokens:
+                    self._take(index, event, news)
+                elif kind is End:
+                    if event.error_code or event.finish_reason == "error":
+                        await self._fail(_end_error(event))
+                        break
+                    self._end(index, event, news)
+                elif kind is Lost:
+                    await self._fail(unavailable(f"the replica was lost: {event.reason}", RETRY_AFTER_S))
+                    break
+                else:
+                    hold = event
+            if news:
+                return news
+            if hold is not None:
+                return hold
+        self.close()
+        return None
+
+    @property
+    def done(self) -> bool:
+        """All choices have ended; `usage` is complete."""
+        return self._running == 0 and bool(self._choices)
+
+    def _take(self, index: int, tokens: Tokens, news: list[ChoiceDelta]) -> None:
+        if not tokens.ids:
+            return
+        self._started = True
+        choice = self._choices[index]
+        delta = choice.take(tokens.ids, tokens.logprobs)
+        if delta is None:
+            return
+        _add(news, delta)
+        if choice.finished:  # by a stop string, of which the engine knows nothing
+            self._finish(choice)
+            if self._link is not None:
+                self._link.cancel([self._ids[index]])
+
+    def _end(self, index: int, end: End, news: list[ChoiceDelta]) -> None:
+        choice = self._choices[index]
+        self.usage.cached_tokens = max(self.usage.cached_tokens, end.cached_tokens)
+        if choice.finished:
+            return
+        if (delta := choice.end(end.finish_reason, end.stop_token_id)) is not None:
+            _add(news, delta)
+        # The engine may count a stop token that it did not send.
+        if delta is not None and delta.finish_reason == end.finish_reason:
+            choice.completion_tokens = max(choice.completion_tokens, end.completion_tokens)
+        self._finish(choice)
+
+    def _finish(self, choice: ChoiceStream) -> None:
+        self._running -= 1
+        self.usage.completion_tokens += choice.completion_tokens
+
+    async def _fail(self, error: YardError) -> None:
+        """Another try, if it is the first failure and no token came yet; else the error."""
+        link = self._link
+        self._drop_sequences()
+        elsewhere = [other for other in self._path.links.holding(self.model) if other.up and other is not link]
+        retryable = error.code is ErrorCode.UNAVAILABLE or (error.code is ErrorCode.EXHAUSTED and bool(elsewhere))
+        if self._started or self._retried or not retryable:
+            self.close()
+            raise error
+        self._retried = True
+        try:
+            async with asyncio.timeout_at(self.request.deadline):
+                await self._launch(link, RETRY_WAIT_S)
+        except TimeoutError as late:
+            self.close()
+            raise self._deadline_error() from late
+        except YardError as second:
+            self.close()
+            raise error from second
+
+    # ---------------------------------------------------------------- ending
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._drop_sequences()
+        self._flight.wake()
+
+    def _drop_sequences(self) -> None:
+        if self._link is not None:
+            self._link.cancel(self._ids)
+        self._link = None
+
+    def _expire(self) -> None:
+        self._expired = True
+        self._flight.wake()
+
+    def _check_running(self) -> None:
+        if self._expired:
+            self.close()
+            raise self._deadline_error()
+        if self._closed:
+            raise YardError(ErrorCode.CANCELLED, "the client left")
+
+    def _deadline_error(self) -> YardError:
+        return YardError(ErrorCode.DEADLINE, f"the deadline passed after {self.tokens} tokens of the answer")
+
+
+def _add(news: list[ChoiceDelta], delta: ChoiceDelta) -> None:
+    """Joins the deltas of one choice that came in one go, so that a frame is one chunk."""
+    for earlier in news:
+        if earlier.index == delta.index:
+            earlier.extend(delta)
+            return
+    news.append(delta)
+
+
+def _end_error(end: End) -> YardError:
+    try:
+        code = ErrorCode(end.error_code)
+    except ValueError:
+        code = ErrorCode.INTERNAL
+    retry_after_s = end.retry_after_ms / 1000 if end.retry_after_ms else None
+    return YardError(code, end.error_message or "the engine failed without saying why", retry_after_s=retry_after_s)

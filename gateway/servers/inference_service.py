@@ -1,0 +1,292 @@
+"""modelyard.v1.Inference over gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncIterator, Awaitable
+from typing import NoReturn, TypeVar
+
+import grpc
+
+from gateway.api.errors import ErrorCode, YardError, invalid
+from gateway.api.proto.inference_pb2 import (
+    ChatRequest,
+    Choice,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    FinishReason,
+    GenerateChunk,
+    GenerateRequest,
+    GenerateResponse,
+    Held,
+    ListModelsRequest,
+    ListModelsResponse,
+    Message,
+    ModelInfo,
+    TokenizeRequest,
+    TokenizeResponse,
+    Usage,
+)
+from gateway.api.proto.inference_pb2 import TokenLogprob as TokenLogprobMessage
+from gateway.api.proto.inference_pb2_grpc import InferenceServicer
+from gateway.api.proto.pool_pb2 import Hold
+from gateway.routing import route_table
+from gateway.servers.choice_stream import ChoiceDelta, TokenLogprob
+from gateway.servers.generation import Generation, GenerationPath
+from gateway.servers.metrics import GatewayMetrics, RequestMeter
+from gateway.servers.request import GenerationRequest, Sampling, check_ids
+
+log = logging.getLogger(__name__)
+
+MAX_REQUEST_ID_CHARACTERS = 256
+T = TypeVar("T")
+
+_FINISH = {
+    "": FinishReason.FINISH_REASON_UNSPECIFIED,
+    "stop": FinishReason.FINISH_REASON_STOP,
+    "length": FinishReason.FINISH_REASON_LENGTH,
+    "cancelled": FinishReason.FINISH_REASON_CANCELLED,
+}
+_SAMPLING_FIELDS = tuple(Sampling.__slots__)
+
+Context = grpc.aio.ServicerContext
+
+
+class InferenceService(InferenceServicer):
+    """Deadlines come from the call; a call that ends for whatever reason ends its generation at once."""
+
+    def __init__(self, path: GenerationPath, metrics: GatewayMetrics) -> None:
+        self._path = path
+        self._metrics = metrics
+
+    async def Generate(self, request: GenerateRequest, context: Context) -> GenerateResponse:
+        return await self._whole(request, context)
+
+    async def Chat(self, request: ChatRequest, context: Context) -> GenerateResponse:
+        return await self._whole(request, context)
+
+    async def GenerateStream(self, request: GenerateRequest, context: Context) -> None:
+        await self._stream(request, context)
+
+    async def ChatStream(self, request: ChatRequest, context: Context) -> None:
+        await self._stream(request, context)
+
+    # ---------------------------------------------------------------- generation
+
+    async def _whole(self, request: GenerateRequest | ChatRequest, context: Context) -> GenerateResponse:
+        call = _Call(self._path, self._metrics, request, context)
+        try:
+            generation = await call.start()
+            choices: dict[int, ChoiceDelta] = {}
+            while (news := await generation.receive()) is not None:
+                if isinstance(news, Hold):
+                    continue
+                call.meter.text()
+                for delta in news:
+                    if (whole := choices.setdefault(delta.index, delta)) is not delta:
+                        whole.extend(delta)
+            return GenerateResponse(
+                request_id=generation.request.request_id,
+                model=generation.model,
+                choices=[_choice(choices[index], generation.request) for index in sorted(choices)],
+                usage=_usage(generation),
+                created_unix=generation.created_unix,
+            )
+        except YardError as error:
+            await call.abort(error)
+        finally:
+            call.end()
+
+    async def _stream(self, request: GenerateRequest | ChatRequest, context: Context) -> None:
+        call = _Call(self._path, self._metrics, request, context)
+        try:
+            generation = await call.start()
+            request_id, model = generation.request.request_id, generation.model
+            while (news := await generation.receive()) is not None:
+                if isinstance(news, Hold):
+                    held = Held(reason=news.reason, estimated_wait_ms=news.estimated_wait_ms)
+                    await context.write(GenerateChunk(request_id=request_id, model=model, held=held))
+                    continue
+                call.meter.text()
+                chunk = GenerateChunk(
+                    request_id=request_id, model=model, choices=[_choice(delta, generation.request) for delta in news]
+                )
+                if generation.done:
+                    chunk.usage.CopyFrom(_usage(generation))
+                await context.write(chunk)
+        except YardError as error:
+            await call.abort(error)
+        finally:
+            call.end()
+
+    # ---------------------------------------------------------------- text
+
+    async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
+        async def answer() -> TokenizeResponse:
+            resolved = self._path.resolve(request.model)
+            text = await self._path.text(resolved)
+            if request.messages:
+                rendered = text.render_chat(_messages(request.messages))
+                ids = await text.encode(rendered, add_special_tokens=False)
+            else:
+                ids = await text.encode(request.text, add_special_tokens=request.add_special_tokens)
+            tokens = [text.token_bytes(token).decode("utf-8", "replace") for token in ids]
+            return TokenizeResponse(ids=ids, tokens=tokens, max_context=self._path.context(resolved, text))
+
+        return await _answered(answer(), context)
+
+    async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
+        async def answer() -> DetokenizeResponse:
+            text = await self._path.text(self._path.resolve(request.model))
+            check_ids(request.ids, text.vocabulary_size, "ids")
+            return DetokenizeResponse(text=text.decode(request.ids, skip_special_tokens=request.skip_special_tokens))
+
+        return await _answered(answer(), context)
+
+    async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
+        return ListModelsResponse(models=[self._info(route) for route in route_table.names(self._path.view)])
+
+    def _info(self, route: route_table.RouteEntry) -> ModelInfo:
+        models = [model for model, weight in route.targets if weight > 0 and model in self._path.view.models]
+        contexts = [context for model in models if (context := self._path.known_context(model))]
+        return ModelInfo(
+            name=route.name,
+            kind="model" if route.implicit else "route",
+            ready=any(self._path.ready(model) for model in models),
+            max_context=min(contexts, default=0),
+            targets=[] if route.implicit else [model for model, _ in route.targets],
+        )
+
+
+class _Call:
+    """The life of one generation under one gRPC call."""
+
+    def __init__(
+        self, path: GenerationPath, metrics: GatewayMetrics, request: GenerateRequest | ChatRequest, context: Context
+    ) -> None:
+        self._path = path
+        self._context = context
+        self._error: YardError | None = YardError(ErrorCode.CANCELLED, "the client left")
+        self.meter = RequestMeter(metrics, "grpc", request.model)
+        self.generation = Generation(path, _request(request, context))
+        # The handler's own cancellation comes too late, or never, for many of the calls of a connection that closes.
+        context.add_done_callback(lambda _: self.generation.close())
+
+    async def start(self) -> Generation:
+        await self.generation.start()
+        resolved = self.generation.resolved
+        assert resolved is not None
+        metadata = [
+            ("modelyard-model", resolved.model),
+            ("modelyard-route", resolved.route),
+            ("modelyard-route-generation", str(resolved.route_generation)),
+            ("modelyard-request-id", self.generation.request.request_id),
+        ]
+        if self._path.view.degraded:
+            metadata.append(("modelyard-degraded", "true"))
+            self._context.set_trailing_metadata((("modelyard-degraded", "true"),))
+        await self._context.send_initial_metadata(tuple(metadata))
+        self._error = None
+        return self.generation
+
+    async def abort(self, error: YardError) -> NoReturn:
+        self._error = error
+        await abort(self._context, error, degraded=self._path.view.degraded)
+
+    def end(self) -> None:
+        generation = self.generation
+        finished = generation.done
+        generation.close()
+        if self._error is None and not finished:
+            self._error = YardError(ErrorCode.CANCELLED, "the client left")
+        self.meter.end(generation.model, generation.usage.prompt_tokens, generation.tokens, self._error)
+
+
+async def abort(context: Context, error: YardError, *, degraded: bool = False) -> NoReturn:
+    """Ends the call with the error's status; the field and the time to try again are in the trailing metadata."""
+    trailing = []
+    if error.field:
+        trailing.append(("modelyard-field", error.field))
+    if error.retry_after_s is not None:
+        milliseconds = str(int(error.retry_after_s * 1000))
+        # The second is what gRPC's own retry policies look at.
+        trailing += [("retry-after-ms", milliseconds), ("grpc-retry-pushback-ms", milliseconds)]
+    if degraded:
+        trailing.append(("modelyard-degraded", "true"))
+    await context.abort(error.grpc_status, error.message, tuple(trailing))
+    raise AssertionError("abort raises")
+
+
+async def _answered(answer: Awaitable[T], context: Context) -> T:
+    try:
+        async with asyncio.timeout(context.time_remaining()):
+            return await answer
+    except TimeoutError:
+        await abort(context, YardError(ErrorCode.DEADLINE, "the deadline passed while the tokenizer was being loaded"))
+    except YardError as error:
+        await abort(context, error)
+
+
+def _request(request: GenerateRequest | ChatRequest, context: Context) -> GenerationRequest:
+    remaining_s = context.time_remaining()
+    sampling = request.sampling
+    result = GenerationRequest(
+        model=request.model,
+        request_id=request.request_id[:MAX_REQUEST_ID_CHARACTERS] or uuid.uuid4().hex,
+        max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+        sampling=Sampling(**{name: getattr(sampling, name) for name in _SAMPLING_FIELDS if sampling.HasField(name)}),
+        stop=tuple(request.stop),
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        n=request.n or 1,
+        logprobs=request.logprobs if request.HasField("logprobs") else None,
+        return_token_ids=request.return_token_ids,
+        deadline=None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s,
+        traceparent=_metadata(context, "traceparent"),
+    )
+    if isinstance(request, ChatRequest):
+        result.messages = _messages(request.messages)
+    elif request.WhichOneof("input") == "prompt_ids":
+        result.prompt_ids = tuple(request.prompt_ids.ids)
+    elif request.WhichOneof("input") == "prompt":
+        result.prompt = request.prompt
+    return result
+
+
+def _metadata(context: Context, name: str) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == name:
+            return value if isinstance(value, str) else value.decode("latin-1")
+    return ""
+
+
+def _messages(messages: list[Message]) -> list[dict[str, str]]:
+    if any(not message.role for message in messages):
+        raise invalid("a message has no role: use system, user, assistant or tool", "messages.role")
+    return [{"role": message.role, "content": message.content} for message in messages]
+
+
+def _choice(delta: ChoiceDelta, request: GenerationRequest) -> Choice:
+    choice = Choice(index=delta.index, text=delta.text, finish_reason=_FINISH[delta.finish_reason], stop_reason=delta.stop_reason)
+    if request.return_token_ids:
+        choice.token_ids.extend(delta.token_ids)
+    if delta.logprobs:
+        choice.logprobs.extend(map(_logprob, delta.logprobs))
+    return choice
+
+
+def _logprob(logprob: TokenLogprob) -> TokenLogprobMessage:
+    return TokenLogprobMessage(
+        token_id=logprob.token_id,
+        text=logprob.raw.decode("utf-8", "replace"),
+        raw=logprob.raw,
+        logprob=logprob.logprob,
+        alternatives=map(_logprob, logprob.alternatives),
+    )
+
+
+def _usage(generation: Generation) -> Usage:
+    usage = generation.usage
+    return Usage(prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens, cached_tokens=usage.cached_tokens)

@@ -1,0 +1,5 @@
+from starlette.applications import Starlette
+
+
+def openai_app(path, metrics, health) -> Starlette:
+    return Starlette()

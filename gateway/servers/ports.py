@@ -1,0 +1,116 @@
+"""The gateway's addresses. Gateways of one site share their ports on a node; nobody else may be on them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from gateway.api.errors import ErrorCode, YardError
+
+LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
+
+
+def listen_address(bind_host: str) -> str:
+    """`node` is the address by which this node reaches others; anything else is taken as it is."""
+    if bind_host != "node":
+        return bind_host
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Connecting a datagram socket sends nothing; it only chooses the outgoing interface. 192.0.2.0/24 is for documentation.
+        with contextlib.suppress(OSError):
+            probe.connect(("192.0.2.1", 9))
+            return probe.getsockname()[0]
+    return socket.gethostbyname(socket.gethostname())
+
+
+@contextlib.contextmanager
+def claimed_ports(run_dir: Path, host: str, ports: tuple[int, ...]) -> Iterator[None]:
+    """While it holds, this process is known as one that may share these ports with its siblings.
+
+    SO_REUSEPORT lets any process of the same user join a port, and the kernel then gives it part of the connections. So a
+    port that is in use is joined only when all that listen on it are gateways of this site, which say so in `run_dir`.
+    YardError(CONFLICT) names the port, who has it and what to do.
+    """
+    directory = run_dir / "gateways"
+    directory.mkdir(parents=True, exist_ok=True)
+    claim = directory / f"{os.getpid()}.{uuid.uuid4().hex}"
+    claim.touch()
+    try:
+        siblings = _living(directory)
+        for port in ports:
+            if port and not _is_free(host, port):
+                _check_listeners(host, port, siblings)
+        yield
+    finally:
+        claim.unlink(missing_ok=True)
+
+
+def _living(directory: Path) -> set[int]:
+    """The processes with a claim; claims of those that were killed are cleared away."""
+    pids = set()
+    for entry in directory.iterdir():
+        pid = int(entry.name.partition(".")[0])
+        if psutil.pid_exists(pid):
+            pids.add(pid)
+        else:
+            entry.unlink(missing_ok=True)
+    return pids
+
+
+def shared_socket(host: str, port: int) -> socket.socket:
+    """A listening socket that siblings can join. YardError(CONFLICT) when the port is taken by someone who does not share."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+        listener.listen(1024)
+        listener.setblocking(False)
+    except OSError as error:
+        listener.close()
+        raise taken(host, port, str(error)) from error
+    return listener
+
+
+def taken(host: str, port: int, cause: str) -> YardError:
+    return YardError(
+        ErrorCode.CONFLICT,
+        f"the gateway cannot listen on {host}:{port}: {cause}; stop what uses it, or set another port under spec.listen of the Site",
+    )
+
+
+def _is_free(host: str, port: int) -> bool:
+    """Whether nobody listens there. Connections that linger after their listener's end do not count."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False
+            raise taken(host, port, str(error)) from error
+    return True
+
+
+def _check_listeners(host: str, port: int, siblings: set[int]) -> None:
+    for connection in psutil.net_connections(kind="tcp"):
+        if connection.status != psutil.CONN_LISTEN or connection.laddr.port != port or connection.pid in siblings:
+            continue
+        if connection.laddr.ip not in (host, "0.0.0.0", "::") and host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+            continue
+        raise taken(host, port, f"it is used by {_process(connection.pid)}")
+
+
+def _process(pid: int | None) -> str:
+    if pid is None:
+        return "a process of another user"
+    with contextlib.suppress(psutil.Error):
+        return f"process {pid} ({psutil.Process(pid).name()})"
+    return f"process {pid}"

@@ -1,0 +1,128 @@
+"""The gRPC and the HTTP server of one gateway, over one generation path."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import uvicorn
+from grpc_health.v1.health_pb2_grpc import add_HealthServicer_to_server
+from grpc_reflection.v1alpha import reflection
+from starlette.applications import Starlette
+
+from gateway.api.grpc_options import SERVER_OPTIONS
+from gateway.api.proto import admin_pb2, inference_pb2
+from gateway.api.proto.admin_pb2_grpc import AdminServicer, add_AdminServicer_to_server
+from gateway.api.proto.inference_pb2_grpc import add_InferenceServicer_to_server
+from gateway.servers import health_service, ports
+from gateway.servers.admin_guard import AdminGuard
+from gateway.servers.health_service import HealthService
+from gateway.servers.inference_service import InferenceService
+
+log = logging.getLogger(__name__)
+
+INFERENCE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
+START_S = 10.0
+
+
+class _HttpServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to the process that we live in."""
+        yield
+
+
+class PublicServers:
+    """Both servers on ports that gateways of the site on this node share. Port 0 takes a free one."""
+
+    def __init__(self, *, run_dir: Path, host: str, grpc_port: int, http_port: int) -> None:
+        self.host = host
+        self.grpc_port = grpc_port
+        self.http_port = http_port
+        self._claim = ports.claimed_ports(run_dir, host, (grpc_port, http_port))
+        self._claimed = False
+        self._grpc: grpc.aio.Server | None = None
+        self._http: _HttpServer | None = None
+        self._http_task: asyncio.Task[None] | None = None
+
+    async def start(
+        self, inference: InferenceService, health: HealthService, app: Starlette, admin: AdminServicer | None, secret: str
+    ) -> None:
+        """YardError(CONFLICT) when a port is taken; then nothing is left running."""
+        try:
+            self._claim.__enter__()
+            self._claimed = True
+            http_socket = ports.shared_socket(self.host, self.http_port)
+            self.http_port = http_socket.getsockname()[1]
+            await self._start_grpc(inference, health, admin, secret)
+            config = uvicorn.Config(
+                app,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=75,
+                h11_max_incomplete_event_size=64 * 2**10,
+            )
+            self._http = _HttpServer(config)
+            self._http_task = asyncio.create_task(self._http.serve(sockets=[http_socket]), name="http-server")
+            async with asyncio.timeout(START_S):
+                while not self._http.started and not self._http_task.done():
+                    await asyncio.sleep(0.01)
+            if self._http_task.done():
+                self._http_task.result()
+        except BaseException:
+            await self.stop(0.0)
+            raise
+
+    async def _start_grpc(
+        self, inference: InferenceService, health: HealthService, admin: AdminServicer | None, secret: str
+    ) -> None:
+        loopback = self.host in ports.LOOPBACK_HOSTS
+        server = grpc.aio.server(
+            options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 1)], interceptors=[] if loopback else [AdminGuard(secret)]
+        )
+        add_InferenceServicer_to_server(inference, server)
+        add_HealthServicer_to_server(health, server)
+        names = [INFERENCE_NAME, health_service.SERVICE_NAME, reflection.SERVICE_NAME]
+        if admin is not None:
+            add_AdminServicer_to_server(admin, server)
+            names.append(ADMIN_NAME)
+        reflection.enable_server_reflection(names, server)
+        try:
+            address = f"[{self.host}]" if ":" in self.host else self.host
+            self.grpc_port = server.add_insecure_port(f"{address}:{self.grpc_port}")
+        except RuntimeError as error:
+            raise ports.taken(self.host, self.grpc_port, "the address is already in use") from error
+        await server.start()
+        self._grpc = server
+
+    def check(self) -> None:
+        """Raises when a server is not running any more."""
+        if self._http_task is not None and self._http_task.done():
+            self._http_task.result()
+            raise RuntimeError("the HTTP server ended by itself")
+
+    async def stop(self, grace_s: float) -> None:
+        """Takes no new calls, lets running ones finish for `grace_s`, then cancels them."""
+        stopping = []
+        if self._grpc is not None:
+            stopping.append(self._grpc.stop(grace_s))
+        if self._http is not None and self._http_task is not None:
+            self._http.config.timeout_graceful_shutdown = max(1, round(grace_s))
+            self._http.should_exit = True
+            self._http.force_exit = grace_s <= 0
+            stopping.append(self._http_task)
+        results = await asyncio.gather(*stopping, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                log.warning("a server did not stop cleanly: %s", result)
+        self._grpc = self._http = self._http_task = None
+        if self._claimed:
+            self._claimed = False
+            self._claim.__exit__(None, None, None)

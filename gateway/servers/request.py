@@ -1,0 +1,167 @@
+"""A request for tokens, as all public surfaces hand it to the one generation path, and the checks that it must pass."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.api.errors import invalid
+from gateway.api.proto.pool_pb2 import SamplingParams
+
+MAX_CHOICES = 16
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024
+MAX_LOGPROBS = 20
+UINT64 = 2**64
+
+
+@dataclass(slots=True)
+class Sampling:
+    """None takes the model's own default."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+
+
+@dataclass(slots=True)
+class GenerationRequest:
+    """`deadline` is on the clock of the running loop. `names` maps our field names to the surface's own, for error messages."""
+
+    model: str
+    request_id: str
+    prompt: str | None = None
+    prompt_ids: Sequence[int] | None = None
+    messages: Sequence[dict[str, Any]] | None = None
+    tools: Sequence[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    max_tokens: int | None = None
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    ignore_eos: bool = False
+    n: int = 1
+    logprobs: int | None = None
+    return_token_ids: bool = False
+    deadline: float | None = None
+    tenant: str = ""
+    traceparent: str = ""
+    names: dict[str, str] = field(default_factory=dict)
+
+    def named(self, name: str) -> str:
+        return self.names.get(name, name)
+
+
+# field, lowest, highest, whether the lowest itself is allowed
+_RANGES: tuple[tuple[str, float, float, bool], ...] = (
+    ("temperature", 0.0, math.inf, True),
+    ("top_p", 0.0, 1.0, False),
+    ("min_p", 0.0, 1.0, True),
+    ("repetition_penalty", 0.0, math.inf, False),
+    ("presence_penalty", -2.0, 2.0, True),
+    ("frequency_penalty", -2.0, 2.0, True),
+    ("top_k", 0, 2**31 - 1, True),
+    ("seed", 0, UINT64 - 1, True),
+)
+
+
+def check(request: GenerationRequest) -> None:
+    """All that can be checked before the model's tokenizer is at hand. YardError(INVALID) names the field."""
+    if not request.model:
+        raise invalid("model is empty: name a route or a model", "model")
+    if request.prompt is None and request.prompt_ids is None and request.messages is None:
+        raise invalid("there is no prompt: send text or token ids", request.named("prompt"))
+    if request.messages is not None and not request.messages:
+        raise invalid("messages is empty: send at least one", request.named("messages"))
+    _check_counts(request)
+    for name, lowest, highest, inclusive in _RANGES:
+        value = getattr(request.sampling, name)
+        if value is None:
+            continue
+        if not math.isfinite(value) or value > highest or value < lowest or (value == lowest and not inclusive):
+            raise invalid(
+                f"{request.named(name)} is {value:g}; it must be {_interval(lowest, highest, inclusive)}", request.named(name)
+            )
+
+
+def _check_counts(request: GenerationRequest) -> None:
+    if not 1 <= request.n <= MAX_CHOICES:
+        raise invalid(f"{request.named('n')} is {request.n}; it must be 1 to {MAX_CHOICES}", request.named("n"))
+    if request.max_tokens is not None and request.max_tokens < 1:
+        name = request.named("max_tokens")
+        raise invalid(f"{name} is {request.max_tokens}; it must be 1 or more", name)
+    if len(request.stop) > MAX_STOP_STRINGS:
+        raise invalid(f"stop has {len(request.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop")
+    if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in request.stop):
+        raise invalid(f"each stop string must have 1 to {MAX_STOP_CHARACTERS} characters", "stop")
+    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
+        name = request.named("logprobs")
+        raise invalid(f"{name} is {request.logprobs}; it must be 0 to {MAX_LOGPROBS}", name)
+
+
+def _interval(lowest: float, highest: float, inclusive: bool) -> str:
+    if highest == math.inf:
+        return f"{'at least' if inclusive else 'above'} {lowest:g}"
+    return f"{'from' if inclusive else 'above'} {lowest:g} {'to' if inclusive else 'and at most'} {highest:g}"
+
+
+def check_ids(ids: Sequence[int], vocabulary_size: int, name: str) -> None:
+    for token in ids:
+        if not 0 <= token < vocabulary_size:
+            raise invalid(f"{name} has the id {token}; this model's ids are 0 to {vocabulary_size - 1}", name)
+
+
+def answer_budget(request: GenerationRequest, prompt_tokens: int, max_context: int) -> int:
+    """How many tokens the answer may have. YardError(INVALID) when prompt and answer do not fit the context."""
+    name = request.named("messages" if request.messages is not None else "prompt")
+    if prompt_tokens == 0:
+        raise invalid("the prompt has no tokens: send at least one character", name)
+    room = max_context - prompt_tokens
+    if room < 1:
+        raise invalid(
+            f"the prompt has {prompt_tokens} tokens and model `{request.model}` takes {max_context} for prompt and answer together; "
+            "shorten the prompt",
+            name,
+        )
+    if request.max_tokens is None:
+        return room
+    if request.max_tokens > room:
+        name = request.named("max_tokens")
+        raise invalid(
+            f"the prompt has {prompt_tokens} tokens and {name} is {request.max_tokens}; model `{request.model}` takes {max_context} "
+            f"together, so {name} can be at most {room}",
+            name,
+        )
+    return request.max_tokens
+
+
+def resolved_sampling(request: GenerationRequest, defaults: dict[str, Any], rng: random.Random) -> SamplingParams:
+    """Explicit values, else the model's generation config, else the neutral ones of inference.proto."""
+
+    def value(name: str, neutral: float) -> float:
+        explicit = getattr(request.sampling, name)
+        if explicit is not None:
+            return explicit
+        own = defaults.get(name)
+        return own if isinstance(own, int | float) else neutral
+
+    seed = request.sampling.seed
+    return SamplingParams(
+        temperature=value("temperature", 1.0),
+        top_p=value("top_p", 1.0),
+        top_k=int(value("top_k", 0)),
+        min_p=value("min_p", 0.0),
+        repetition_penalty=value("repetition_penalty", 1.0),
+        presence_penalty=value("presence_penalty", 0.0),
+        frequency_penalty=value("frequency_penalty", 0.0),
+        seed=rng.getrandbits(64) if seed is None else seed,
+        logprobs=-1 if request.logprobs is None else request.logprobs,
+    )
