@@ -145,6 +145,9 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     device: str
     node: str
     held: tuple[HeldShard, ...]
+    # group_id -> how many of its commands arrived. Ranks of one group that disagree lost their driver between two sends:
+    # their collectives no longer match, so they cannot be adopted.
+    received: dict[int, int] = {}
     protocol: int = PROTOCOL
 
 

@@ -6,19 +6,10 @@ the end of one region, and giving back is one commit of fewer: block b is bytes 
 
 from __future__ import annotations
 
+from placement.split import local_kv_heads, stage_layers
 from placement.types import ModelShape
 
-
-def stage_layers(layers: int, stages: int, stage: int) -> range:
-    """The decoder layers of one pipeline stage: contiguous, as even as can be, the earlier stages take the remainder."""
-    share, remainder = divmod(layers, stages)
-    first = stage * share + min(stage, remainder)
-    return range(first, first + share + (1 if stage < remainder else 0))
-
-
-def local_kv_heads(kv_heads: int, tensor_parallel: int) -> int:
-    """KV heads on one shard. With more shards than heads every shard keeps a copy of one."""
-    return max(1, kv_heads // tensor_parallel)
+__all__ = ["block_bytes", "block_shape", "blocks_for_tokens", "local_kv_heads", "stage_layers"]
 
 
 def block_shape(shape: ModelShape, layers: int, tensor_parallel: int, block_tokens: int) -> tuple[int, int, int, int, int]:

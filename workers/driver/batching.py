@@ -1,0 +1,216 @@
+"""Which sequences of one worker group compute which tokens in the next step: in-flight batching with chunked prefill.
+
+Pure. The decision tree of `plan`, in this order, within `batch_tokens` tokens and `concurrency` sequences:
+
+1. A sequence with one token to compute (a decode) computes it. One that gets no KV block for it takes the blocks of the
+   sequence that is last in order (lowest priority, then newest), which is preempted: it waits again and is recomputed, its
+   generated tokens kept. When that is itself, it keeps what it has and sits this step out.
+2. Running sequences with more to compute (prefill) get chunks of what is left of the budget.
+3. Waiting sequences are admitted in order, as long as blocks for all their known tokens are there; blocks of a known prefix
+   are taken from the cache. The first that does not fit stops the admission, so that a long prompt is not passed for ever.
+
+A pipeline group has one step in flight a stage, of disjoint sequences; a step takes its share of them.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from workers.driver.sequence import Sequence
+from workers.memory.blocks import ROOT, BlockPool
+from workers.memory.kv_layout import blocks_for_tokens
+from workers.messages import SampledToken, SequenceStep, StepDone
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    sequences: tuple[SequenceStep, ...]
+    members: tuple[Sequence, ...]
+    tokens: int
+
+
+class Batcher:
+    """Queues and KV blocks of one worker group."""
+
+    def __init__(self, blocks: BlockPool, block_tokens: int, batch_tokens: int, concurrency: int, stages: int) -> None:
+        self.blocks = blocks
+        self.block_tokens = block_tokens
+        self.batch_tokens = batch_tokens
+        self.concurrency = concurrency
+        self.stages = stages
+        self.waiting: list[Sequence] = []  # in order
+        self.running: list[Sequence] = []  # in order
+        self.released: list[int] = []  # sequences that the ranks must forget
+        self.short_blocks = 0  # blocks that the last plan lacked
+        self.preemptions = 0
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return sum(sequence.outstanding_tokens for sequence in (*self.running, *self.waiting))
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=lambda waiting: waiting.rank_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """It ended. What a step in flight still computes of it is dropped when that step is done."""
+        sequence.ended = True
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif sequence in self.running:
+            self.running.remove(sequence)
+            if not sequence.in_flight:
+                self._release(sequence)
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None when nothing can be computed now."""
+        self.short_blocks = 0
+        idle = [sequence for sequence in self.running if not sequence.in_flight]
+        share = -(-min(len(self.running) + len(self.waiting), self.concurrency) // self.stages)
+        budget = self.batch_tokens
+        chosen: dict[Sequence, int] = {}
+        # 1. Decodes
+        for sequence in [sequence for sequence in idle if sequence.uncomputed == 1]:
+            if budget == 0 or len(chosen) == share:
+                break
+            if sequence in self.running and self._make_room(sequence, 1, chosen):
+                chosen[sequence] = 1
+                budget -= 1
+        # 2. Prefill under way
+        for sequence in [sequence for sequence in idle if sequence.uncomputed > 1]:
+            if budget == 0 or len(chosen) == share:
+                break
+            count = min(sequence.uncomputed, budget)
+            if sequence in self.running and self._make_room(sequence, count, chosen):
+                chosen[sequence] = count
+                budget -= count
+        # 3. Admission
+        while self.waiting and budget and len(chosen) < share and len(self.running) < self.concurrency:
+            sequence = self.waiting[0]
+            if not self._admit(sequence):
+                break
+            count = min(sequence.uncomputed, budget)
+            chosen[sequence] = count
+            budget -= count
+        if not chosen:
+            return None
+        steps = tuple(self._step_of(sequence, count) for sequence, count in chosen.items())
+        return StepPlan(steps, tuple(chosen), self.batch_tokens - budget)
+
+    def finish(self, plan: StepPlan, done: StepDone) -> list[tuple[Sequence, SampledToken]]:
+        """Account for a computed step; the sampled tokens of those that have not ended. They are appended here."""
+        sampled = {token.sequence: token for token in done.sampled}
+        results = []
+        for step, sequence in zip(plan.sequences, plan.members, strict=True):
+            sequence.in_flight = 0
+            if sequence.ended:
+                self._release(sequence)
+                continue
+            sequence.computed += len(step.tokens)
+            self._register(sequence)
+            if step.sample and sequence.id in sampled:
+                token = sampled[sequence.id]
+                sequence.tokens.append(token.token)
+                results.append((sequence, token))
+        return results
+
+    def preempt_above(self, block_limit: int) -> None:
+        """Preempt every sequence that uses a block from `block_limit` on and is not being computed."""
+        for sequence in [s for s in self.running if not s.in_flight and any(block >= block_limit for block in s.blocks)]:
+            self._preempt(sequence)
+
+    def check(self) -> None:
+        """AssertionError when blocks and sequences disagree."""
+        self.blocks.check()
+        held: dict[int, int] = {}
+        for sequence in self.running:
+            for block in sequence.blocks:
+                held[block] = held.get(block, 0) + 1
+            assert len(sequence.blocks) * self.block_tokens >= sequence.computed, "computed tokens without a block"
+        assert all(not sequence.blocks for sequence in self.waiting), "a waiting sequence holds blocks"
+        if not any(sequence.in_flight for sequence in self.running):
+            assert self.blocks.used == len(held), f"{self.blocks.used} blocks used, {len(held)} held by sequences"
+
+    # ------------------------------------------------------------------ parts of the plan
+
+    def _make_room(self, sequence: Sequence, count: int, chosen: dict[Sequence, int]) -> bool:
+        """Blocks for `count` more tokens, preempting who is last in order; False when `sequence` itself had to give way."""
+        while True:
+            missing = blocks_for_tokens(sequence.computed + count, self.block_tokens) - len(sequence.blocks)
+            if missing <= 0:
+                return True
+            got = self.blocks.allocate(missing)
+            if got is not None:
+                sequence.blocks.extend(got)
+                return True
+            self.short_blocks = max(self.short_blocks, missing)
+            victims = [other for other in self.running if not other.in_flight and other not in chosen]
+            victim = max(victims, key=lambda other: other.rank_order)
+            if victim is sequence:
+                return False
+            self._preempt(victim)
+
+    def _admit(self, sequence: Sequence) -> bool:
+        known = self.blocks.match(sequence.tokens[: len(sequence.tokens) - 1], self.block_tokens)
+        self.blocks.take(block for block, _ in known)
+        needed = blocks_for_tokens(len(sequence.tokens), self.block_tokens) - len(known)
+        fresh = self.blocks.allocate(needed)
+        if fresh is None:
+            self.short_blocks = max(self.short_blocks, needed - self.blocks.available)
+            self.blocks.release([block for block, _ in known])
+            return False
+        self.waiting.remove(sequence)
+        insort(self.running, sequence, key=lambda running: running.rank_order)
+        sequence.blocks = [block for block, _ in known] + fresh
+        sequence.hashes = [digest for _, digest in known]
+        sequence.computed = len(known) * self.block_tokens
+        sequence.sent_blocks = 0
+        if not sequence.admitted_before:
+            sequence.cached_tokens = sequence.computed
+            sequence.admitted_before = True
+        return True
+
+    def _step_of(self, sequence: Sequence, count: int) -> SequenceStep:
+        start = sequence.computed
+        new = None if sequence.known_to_ranks else sequence.introduction()
+        step = SequenceStep(
+            sequence=sequence.id,
+            tokens=tuple(sequence.tokens[start : start + count]),
+            start=start,
+            new_blocks=tuple(sequence.blocks[sequence.sent_blocks :]),
+            sample=start + count == len(sequence.tokens),
+            new=new,
+        )
+        sequence.sent_blocks = len(sequence.blocks)
+        sequence.known_to_ranks = True
+        sequence.in_flight = count
+        return step
+
+    def _register(self, sequence: Sequence) -> None:
+        """Full blocks become prefixes that others may take up."""
+        size = self.block_tokens
+        for index in range(len(sequence.hashes), sequence.computed // size):
+            previous = sequence.hashes[index - 1] if index else ROOT
+            content = sequence.tokens[index * size : (index + 1) * size]
+            sequence.hashes.append(self.blocks.register(sequence.blocks[index], previous, content))
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._release(sequence)
+        self.preemptions += 1
+        self.add(sequence)
+
+    def _release(self, sequence: Sequence) -> None:
+        """Give back blocks and what the ranks know. A sequence may come back later and is introduced again."""
+        self.blocks.release(sequence.blocks)
+        if sequence.known_to_ranks:
+            self.released.append(sequence.id)
+        sequence.blocks = []
+        sequence.hashes = []
+        sequence.computed = 0
+        sequence.sent_blocks = 0
+        sequence.known_to_ranks = False

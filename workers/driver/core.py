@@ -1,0 +1,216 @@
+"""The pool driver's decisions: events in, effects out, no clock, no I/O, no lock. One loop calls it (rules 1 and 2).
+
+Every event ends in `_settle`: bring groups towards what is assigned, balance KV, send the steps that can be sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+from gateway.api.config import ModelSpec
+from gateway.api.errors import ErrorCode, YardError
+from workers.driver.effects import Effects, Ended, ModelFacts, RequestKey
+from workers.driver.elastic import ElasticKv
+from workers.driver.group import Group, Wanted
+from workers.driver.lifecycle import Lifecycle
+from workers.driver.pool_state import PoolState
+from workers.driver.requests import Requests
+from workers.driver.sequence import Request, Sequence
+from workers.driver.sizing import Placement
+from workers.driver.stepping import Stepper
+from workers.messages import Done, HeldShard, Progress, StepDone, UnloadShard
+
+STALLED_STEP_S = 120.0
+"""A step that takes longer hangs in a device or a peer: the ranks are restarted (rule 11)."""
+
+
+class PoolCore:
+    def __init__(self, device: str, capacities: Items[int], effects: Effects, first_sequence: int = 1) -> None:
+        """`first_sequence`: above every sequence id that an earlier driver gave to ranks which may be adopted."""
+        self.state = PoolState(device, tuple(capacities), first_sequence)
+        self._effects = effects
+        self._now = 0.0
+        self._requests = Requests(self.state, effects, self._on_canary_end)
+        self._kv = ElasticKv(self.state, effects)
+        self._lifecycle = Lifecycle(self.state, effects, self._requests, self._kv)
+        self._stepper = Stepper(self.state, effects, self._requests)
+
+    # ------------------------------------------------------------------ from gateways
+
+    def on_submit(self, now: float, request: Request) -> None:
+        self._requests.submit(now, request)
+        self._settle(now)
+
+    def on_cancel(self, now: float, key: RequestKey) -> None:
+        self._requests.cancel(key)
+        self._settle(now)
+
+    def on_link_closed(self, now: float, link: int) -> None:
+        self._requests.close_link(link)
+        self._settle(now)
+
+    # ------------------------------------------------------------------ from the controller
+
+    def on_assign(self, now: float, fence: int, revision: int, wanted: Items[Wanted]) -> None:
+        """The whole list. YardError(CONFLICT) when the fence is older than one seen."""
+        if fence < self.state.fence:
+            raise YardError(
+                ErrorCode.CONFLICT,
+                f"fence {fence} is older than {self.state.fence}: another controller has taken over; stop and read the lease again",
+            )
+        for item in wanted:
+            _check_placement(item, len(self.state.capacities))
+        self.state.fence, self.state.revision = fence, revision
+        self.state.wanted, self.state.assigned = list(wanted), True
+        self._lifecycle.match()
+        self._effects.changed()
+        self._settle(now)
+
+    # ------------------------------------------------------------------ from ranks
+
+    def on_ranks_up(self, now: float, held: dict[int, tuple[HeldShard, ...]]) -> None:
+        """All ranks are connected; `held` by rank is what they kept of an earlier driver, empty when they are fresh."""
+        self.state.ranks_up = True
+        self.state.message = ""
+        shards: dict[int, dict[int, HeldShard]] = {}
+        for rank, items in held.items():
+            for item in items:
+                shards.setdefault(item.group_id, {})[rank] = item
+        for group_id, by_rank in sorted(shards.items()):
+            self._adopt(now, group_id, by_rank)
+        self._lifecycle.match()
+        self._effects.changed()
+        self._settle(now)
+
+    def on_ranks_lost(self, now: float, reason: str) -> None:
+        """One rank lost is all lost (rule 11): its requests end at once, its groups begin again when ranks are back."""
+        if not self.state.ranks_up:
+            return
+        self.state.ranks_up = False
+        self.state.message = reason
+        self.state.ops.clear()
+        for group in list(self.state.groups.values()):
+            text = f"model `{group.model}`: {reason}; its worker group restarts"
+            group.state = "failed"  # so that the canary's end decides nothing
+            self._requests.fail_group(group, ErrorCode.UNAVAILABLE, text, self._requests.estimate_s(now, group))
+            self.state.ledger.release(group.id)
+            if group.unwanted or not self.state.assigned:
+                del self.state.groups[group.id]
+                continue
+            self.state.groups[group.id] = self._fresh(group, reason)
+        self._effects.event("ranks_lost", "", reason)
+        self._effects.restart_ranks(reason)
+        self._effects.changed()
+
+    def on_step_done(self, now: float, done: StepDone) -> None:
+        self._now = now
+        self._stepper.on_done(now, done)
+        self._settle(now)
+
+    def on_progress(self, progress: Progress, rank: int) -> None:
+        op = self.state.ops.get(progress.op)
+        if op is not None:
+            op.progress[rank] = progress.fraction
+
+    def on_op_done(self, now: float, rank: int, done: Done) -> None:
+        op = self.state.ops.get(done.op)
+        if op is None:
+            return  # of a group that was lost meanwhile
+        group = self.state.groups[op.group_id]
+        op.pending.discard(rank)
+        op.progress[rank] = 1.0
+        if done.error:
+            op.errors[rank] = done.error
+        elif done.held is not None:
+            group.held[rank] = done.held
+        if op.pending:
+            return
+        del self.state.ops[op.id]
+        if group.op is not op:
+            return  # growth that an unload has overtaken
+        group.op = None
+        if op.kind == "kv":
+            self._kv.on_done(now, group, op)
+        else:
+            self._lifecycle.on_op_done(now, group, op)
+        self._settle(now)
+
+    # ------------------------------------------------------------------ from the driver's own slow work
+
+    def on_inspected(self, now: float, group_id: int, facts: ModelFacts | str) -> None:
+        """`facts`, or the reason why the checkpoint cannot be read."""
+        if group := self.state.groups.get(group_id):
+            self._lifecycle.on_inspected(now, group, facts)
+            self._settle(now)
+
+    def on_canary_prompt(self, now: float, group_id: int, prompt: tuple[int, ...] | str) -> None:
+        """Token ids, or the reason why there are none."""
+        if group := self.state.groups.get(group_id):
+            self._lifecycle.on_canary_prompt(now, group, prompt)
+            self._settle(now)
+
+    def on_canary_judged(self, now: float, group_id: int, problem: str) -> None:
+        """`problem` is empty when the answer is right."""
+        if group := self.state.groups.get(group_id):
+            self._lifecycle.on_canary_judged(now, group, problem)
+            self._settle(now)
+
+    def on_tick(self, now: float) -> None:
+        """Called several times a second: deadlines, retries, idle memory, stalled steps."""
+        self._now = now
+        self._requests.expire(now)
+        if self._stepper.oldest_step_s(now) > STALLED_STEP_S:
+            self.on_ranks_lost(now, f"a step has not ended for {STALLED_STEP_S:.0f} s")
+            return
+        self._settle(now)
+
+    # ------------------------------------------------------------------ inside
+
+    def oldest_step_s(self, now: float) -> float:
+        return self._stepper.oldest_step_s(now)
+
+    def _settle(self, now: float) -> None:
+        self._now = now
+        self._lifecycle.reconcile(now)
+        self._stepper.pump(now)
+        self._kv.balance(now)
+
+    def _on_canary_end(self, group: Group, sequence: Sequence, ended: Ended) -> None:
+        self._lifecycle.on_canary_end(self._now, group, sequence, ended)
+
+    def _adopt(self, now: float, group_id: int, by_rank: dict[int, HeldShard]) -> None:
+        """A group that all its ranks hold alike is checked and serves again; pieces are unloaded."""
+        self.state.next_group = max(self.state.next_group, group_id + 1)
+        any_shard = next(iter(by_rank.values()))
+        placement = Placement(any_shard.ranks, any_shard.tensor_parallel, any_shard.pipeline_parallel)
+        whole = set(by_rank) == set(any_shard.ranks) and len({shard.kv_blocks for shard in by_rank.values()}) == 1
+        if not whole:
+            for rank in sorted(by_rank):
+                self._effects.send(rank, UnloadShard(op=self.state.new_op_id(), group_id=group_id))
+            return
+        wanted = Wanted(any_shard.model, 0, ModelSpec.model_validate_json(any_shard.spec_json), any_shard.spec_json, placement)
+        group = Group(group_id, wanted, state="checking", held=dict(by_rank), kv_blocks=any_shard.kv_blocks)
+        group.load_began_at, group.inspecting = now, True
+        for rank, shard in by_rank.items():
+            self.state.ledger.record(group_id, rank, shard.bytes)
+        self.state.groups[group_id] = group
+        self._effects.event("adopted", group.model, f"group {group_id} on {placement}")
+        self._effects.inspect(group_id, group.model, group.spec)
+
+    def _fresh(self, group: Group, reason: str) -> Group:
+        """The same worker group, to be loaded anew under an id that no rank has seen."""
+        fresh = Group(self.state.next_group, group.wanted, reason=reason, facts=group.facts, sizing=group.sizing)
+        fresh.attempts = group.attempts
+        self.state.next_group += 1
+        del self.state.groups[group.id]
+        self.state.groups[fresh.id] = fresh
+        return fresh
+
+
+def _check_placement(wanted: Wanted, ranks: int) -> None:
+    placement = wanted.placement
+    size = placement.tensor_parallel * placement.pipeline_parallel
+    if not len(placement.ranks) == len(set(placement.ranks)) == size:
+        raise YardError(ErrorCode.INVALID, f"model `{wanted.model}`: {placement} does not name each of its ranks once")
+    if any(rank >= ranks for rank in placement.ranks):
+        raise YardError(ErrorCode.INVALID, f"model `{wanted.model}`: {placement}, but the pool has {ranks} ranks")

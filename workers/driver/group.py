@@ -1,0 +1,145 @@
+"""A worker group as the driver sees it: what it should be, how far it is, and what it computes. Data; decisions are elsewhere.
+
+waiting ──▶ loading ──▶ checking ──▶ ready ──▶ draining ──▶ (gone)
+   ▲           │            │
+   └── failed ◀┴────────────┘        failed goes back to waiting while attempts are left
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from gateway.api.config import ModelSpec
+from gateway.api.records import ModelState
+from workers.driver.batching import Batcher, StepPlan
+from workers.driver.effects import ModelFacts
+from workers.driver.sequence import Sequence
+from workers.driver.sizing import GroupSizing, Placement
+from workers.messages import HeldShard
+
+MAX_ATTEMPTS = 5
+FIRST_BACKOFF_S = 1.0
+LAST_BACKOFF_S = 30.0
+
+# What changes in place; everything else of a spec needs another load.
+_IN_PLACE = {"canary", "pools", "priority", "replicas", "residency", "chat_template"}
+
+
+def load_key(spec: ModelSpec) -> str:
+    """Equal for two specs of which one can become the other without loading."""
+    plain = spec.model_dump(mode="json", exclude=_IN_PLACE)
+    plain["limits"] = {key: value for key, value in plain["limits"].items() if key != "queue"}
+    return repr(sorted(plain.items()))
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """One worker group of the newest assignment."""
+
+    model: str
+    generation: int
+    spec: ModelSpec
+    spec_json: str
+    placement: Placement
+
+
+@dataclass
+class Op:
+    """Something all ranks of a group do, and of which each reports the end."""
+
+    id: int
+    kind: Literal["load", "unload", "kv"]
+    group_id: int
+    pending: set[int]  # ranks
+    blocks: int = 0
+    errors: dict[int, str] = field(default_factory=dict)
+    progress: dict[int, float] = field(default_factory=dict)
+
+
+@dataclass
+class StepInFlight:
+    plan: StepPlan
+    sent_at: float
+
+
+@dataclass(eq=False)
+class Group:
+    id: int
+    wanted: Wanted
+    state: ModelState = "waiting"
+    reason: str = ""
+    unwanted: bool = False  # not in the newest assignment: drains, or goes before it began
+    facts: ModelFacts | None = None
+    inspecting: bool = False
+    sizing: GroupSizing | None = None
+    held: dict[int, HeldShard] = field(default_factory=dict)  # by rank
+    op: Op | None = None
+    batcher: Batcher | None = None
+    steps: dict[int, StepInFlight] = field(default_factory=dict)
+    kv_blocks: int = 0  # mapped and reserved
+    reclaim_to: int | None = None  # blocks that it must come down to, for the sake of others
+    grow_denied_at: float | None = None
+    idle_since: float | None = None
+    attempts: int = 0
+    retry_at: float | None = None
+    load_began_at: float = 0.0
+    ready_since: float = 0.0
+    canary: Sequence | None = None
+    tokens_per_s: float = 0.0  # generated, moving average
+    reclaiming: bool = False  # waits for KV memory that others were asked to give back
+
+    @property
+    def model(self) -> str:
+        return self.wanted.model
+
+    @property
+    def spec(self) -> ModelSpec:
+        return self.wanted.spec
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self.wanted.placement.ranks
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}#{self.id}"
+
+    @property
+    def progress(self) -> float:
+        if self.state in ("checking", "ready", "draining"):
+            return 1.0
+        if self.op is None or self.op.kind != "load":
+            return 0.0
+        return sum(self.op.progress.values()) / len(self.ranks)
+
+    @property
+    def outstanding_tokens(self) -> int:
+        return self.batcher.outstanding_tokens if self.batcher else 0
+
+    @property
+    def waiting(self) -> int:
+        return len(self.batcher.waiting) if self.batcher else 0
+
+    @property
+    def running(self) -> int:
+        return len(self.batcher.running) if self.batcher else 0
+
+    @property
+    def quiet(self) -> bool:
+        """Nothing in it and nothing on its way: its memory may be taken (rule 5)."""
+        return self.op is None and not self.steps and not (self.batcher and self.batcher.busy)
+
+    def matches(self, wanted: Wanted) -> bool:
+        return (
+            self.model == wanted.model
+            and self.wanted.placement == wanted.placement
+            and load_key(self.spec) == load_key(wanted.spec)
+        )
+
+    def placement_key(self, device: str) -> str:
+        """What the greedy answer to a canary may depend on (rule 8): digest|engine|precision|tensor|pipeline|device."""
+        held = next(iter(self.held.values()))
+        placement = self.wanted.placement
+        parts = (held.digest, self.spec.engine, held.precision, placement.tensor_parallel, placement.pipeline_parallel, device)
+        return "|".join(map(str, parts))

@@ -1,0 +1,34 @@
+"""What a loaded group's memory is, once its ranks have said what they hold."""
+
+from __future__ import annotations
+
+from workers.driver.batching import Batcher
+from workers.driver.group import Group
+from workers.memory.blocks import BlockPool
+from workers.memory.ledger import Ledger
+
+
+def enter_measured(ledger: Ledger, group: Group) -> None:
+    """Replace what was planned by what was measured (rule 3); KV is split into floor and what lies above."""
+    assert group.sizing is not None
+    planned = group.sizing.kv_bytes(group.kv_blocks)
+    floor = group.sizing.kv_bytes(group.sizing.floor_blocks)
+    for rank, held in group.held.items():
+        lines = {kind: size for kind, size in held.bytes.items() if not kind.startswith("kv")}
+        kv = sum(size for kind, size in held.bytes.items() if kind.startswith("kv")) or planned[rank]
+        lines["kv_floor"] = min(kv, floor[rank])
+        lines["kv_used"] = kv - lines["kv_floor"]
+        ledger.record(group.id, rank, lines)
+
+
+def open_batcher(group: Group) -> None:
+    """Empty queues over the KV blocks that are mapped now."""
+    assert group.sizing is not None
+    limits = group.spec.limits
+    group.batcher = Batcher(
+        BlockPool(group.kv_blocks, prefix_cache=group.spec.kv.prefix_cache),
+        group.sizing.block_tokens,
+        limits.batch_tokens,
+        limits.concurrency,
+        group.wanted.placement.pipeline_parallel,
+    )

@@ -1,0 +1,269 @@
+"""Brings the worker groups of a pool to what is assigned, one step at a time. Level-triggered and pure.
+
+`reconcile` is the decision tree; everything that takes time comes back as an event and ends in another `reconcile`.
+"""
+
+from __future__ import annotations
+
+from gateway.api.errors import ErrorCode, YardError
+from workers.driver.effects import Effects, Ended, ModelFacts
+from workers.driver.elastic import ElasticKv
+from workers.driver.group import FIRST_BACKOFF_S, LAST_BACKOFF_S, MAX_ATTEMPTS, Group, Op, Wanted
+from workers.driver.group_memory import enter_measured, open_batcher
+from workers.driver.pool_state import PoolState
+from workers.driver.requests import Requests
+from workers.driver.sequence import Sequence
+from workers.driver.sizing import size_group
+from workers.memory.ledger import LedgerFull
+from workers.messages import LoadShard, UnloadShard
+
+CANARY_TIMEOUT_S = 120.0
+_GOING = ("loading", "checking")
+
+
+class Lifecycle:
+    def __init__(self, state: PoolState, effects: Effects, requests: Requests, kv: ElasticKv) -> None:
+        self._state = state
+        self._effects = effects
+        self._requests = requests
+        self._kv = kv
+
+    def match(self) -> None:
+        """Find for every assigned group the one that is there, or begin a new one; mark the others unwanted."""
+        if not self._state.assigned:
+            return
+        free = [group for group in self._state.groups.values() if group.state != "draining"]
+        for wanted in self._state.wanted:
+            group = next((group for group in free if group.matches(wanted)), None)
+            if group is None:
+                self._state.groups[self._state.next_group] = Group(self._state.next_group, wanted)
+                self._state.next_group += 1
+                continue
+            free.remove(group)
+            if group.state == "failed" and group.wanted.generation != wanted.generation:
+                group.attempts, group.retry_at = 0, 0.0  # somebody changed something: try again
+            group.wanted, group.unwanted = wanted, False
+        for group in free:
+            group.unwanted = True
+
+    def reconcile(self, now: float) -> None:
+        """The decision tree, while ranks are up:
+
+        1. What is not wanted and holds nothing goes; what serves drains once its replacement serves, or at once when there is none.
+        2. What drains and is quiet is unloaded (rule 5).
+        3. What failed waits its backoff out, then tries again, a bounded number of times.
+        4. What waits is loaded in order of priority and name: facts, then sizes, then the ledger on all ranks (rule 3), then
+           the load. One lifecycle operation a model, one load a rank. When the ledger is short: KV above floors is called
+           back; failing that, the old generation of the same model makes room; failing that, it waits with the reason.
+        """
+        if not self._state.ranks_up:
+            return
+        for group in list(self._state.groups.values()):
+            # 1.
+            if group.unwanted and group.op is None:
+                if group.state in ("waiting", "failed"):
+                    del self._state.groups[group.id]
+                    self._effects.changed()
+                    continue
+                if group.state in ("checking", "ready") and not self._replacement_comes(group):
+                    self._drain(group)
+            # 2.
+            if group.state == "draining" and group.quiet:
+                self._unload(group)
+            # 3.
+            if group.state == "failed" and group.op is None and group.retry_at is not None and group.retry_at <= now:
+                group.retry_at = None
+                self._to(group, "waiting", "")
+        # 4.
+        waiting = [group for group in self._state.groups.values() if group.state == "waiting" and group.op is None]
+        for group in sorted(waiting, key=lambda group: (-group.spec.priority, group.model, group.ranks)):
+            self._advance(now, group)
+        for model in [model for model in self._state.held if not self._may_come(model)]:
+            self._requests.release_held(now, model)
+
+    # ------------------------------------------------------------------ events
+
+    def on_inspected(self, now: float, group: Group, facts: ModelFacts | str) -> None:
+        group.inspecting = False
+        if isinstance(facts, str):
+            self._fail(now, group, facts)
+            return
+        try:
+            group.sizing = size_group(group.model, group.spec, facts, group.wanted.placement, self._state.device)
+        except YardError as error:
+            self._fail(now, group, error.message)
+            return
+        group.facts = facts
+        if group.state == "checking":  # adopted: it holds its shards already
+            enter_measured(self._state.ledger, group)
+            open_batcher(group)
+            self._effects.prepare_canary(group.id, group.model, group.spec)
+
+    def on_op_done(self, now: float, group: Group, op: Op) -> None:
+        """All ranks reported the end of a load or an unload."""
+        if op.kind == "unload":
+            self._unloaded(now, group, op)
+        elif op.errors:
+            text = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(op.errors.items()))
+            self._fail(now, group, f"loading failed: {text}")
+        else:
+            self._state.load_times_s[group.model] = now - group.load_began_at
+            assert group.sizing is not None
+            group.kv_blocks = group.sizing.floor_blocks
+            enter_measured(self._state.ledger, group)
+            open_batcher(group)
+            self._to(group, "checking", "")
+            self._effects.prepare_canary(group.id, group.model, group.spec)
+
+    def on_canary_prompt(self, now: float, group: Group, prompt: tuple[int, ...] | str) -> None:
+        if group.state != "checking":
+            return
+        if isinstance(prompt, str):
+            self._fail(now, group, f"the canary prompt cannot be tokenized: {prompt}")
+            return
+        self._requests.start_canary(now, group, prompt, CANARY_TIMEOUT_S)
+
+    def on_canary_end(self, now: float, group: Group, sequence: Sequence, ended: Ended) -> None:
+        if group.state != "checking":
+            return
+        if ended.finish_reason == "error":
+            self._fail(now, group, f"the canary was not answered: {ended.error_message}")
+            return
+        answer = sequence.tokens[sequence.prompt_tokens :]
+        answer = answer[:-1] if ended.finish_reason == "stop" else answer
+        key = group.placement_key(self._state.device)
+        self._effects.judge_canary(group.id, group.model, group.spec, key, answer)
+
+    def on_canary_judged(self, now: float, group: Group, problem: str) -> None:
+        if group.state != "checking":
+            return
+        if problem:
+            self._fail(now, group, problem)
+            return
+        group.attempts = 0
+        group.ready_since = now
+        self._to(group, "ready", "")
+        self._requests.release_held(now, group.model)
+
+    # ------------------------------------------------------------------ parts of the tree
+
+    def _replacement_comes(self, group: Group) -> bool:
+        others = [other for other in self._state.of_model(group.model) if not other.unwanted]
+        return bool(others) and not any(other.state == "ready" for other in others)
+
+    def _may_come(self, model: str) -> bool:
+        return any(group.state in ("waiting", *_GOING) and not group.unwanted for group in self._state.of_model(model))
+
+    def _drain(self, group: Group) -> None:
+        self._to(group, "draining", "")
+        if group.canary is not None:
+            self._requests.cancel(group.canary.request.key)
+
+    def _advance(self, now: float, group: Group) -> None:
+        if group.facts is None or group.sizing is None:
+            if not group.inspecting:
+                group.inspecting = True
+                self._effects.inspect(group.id, group.model, group.spec)
+            return
+        busy = [other for other in self._state.groups.values() if other.op is not None and other.op.kind in ("load", "unload")]
+        if any(other.model == group.model for other in busy):
+            return
+        if any(other.op.kind == "load" and set(other.ranks) & set(group.ranks) for other in busy if other.op):
+            return
+        try:
+            self._state.ledger.reserve(group.id, group.sizing.budget)
+        except LedgerFull as full:
+            self._make_room(group, full)
+            return
+        group.reclaiming = False
+        self._load(now, group)
+
+    def _make_room(self, group: Group, full: LedgerFull) -> None:
+        shortages = "; ".join(map(str, full.shortages))
+        if self._kv.reclaim_for_load(full.shortages):
+            group.reclaiming = True
+            self._to(group, "waiting", f"KV memory of other models is called back ({shortages})")
+            return
+        group.reclaiming = False
+        old = [other for other in self._state.of_model(group.model) if other.unwanted and set(other.ranks) & set(group.ranks)]
+        for other in old:
+            if other.state in ("checking", "ready") and other.op is None:
+                self._drain(other)
+        if old:
+            self._to(group, "waiting", f"the old generation makes room ({shortages})")
+        else:
+            self._to(
+                group, "waiting", f"memory: {shortages}; unload a model of this pool, lower kv.floor, or raise the pool's memory"
+            )
+
+    def _load(self, now: float, group: Group) -> None:
+        assert group.sizing is not None
+        op = Op(self._state.new_op_id(), "load", group.id, set(group.ranks))
+        group.op = self._state.ops[op.id] = op
+        group.load_began_at = now
+        self._to(group, "loading", "")
+        placement, sizing = group.wanted.placement, group.sizing
+        for rank in group.ranks:
+            self._effects.send(
+                rank,
+                LoadShard(
+                    op=op.id,
+                    group_id=group.id,
+                    model=group.model,
+                    spec_json=group.wanted.spec_json,
+                    ranks=placement.ranks,
+                    tensor_parallel=placement.tensor_parallel,
+                    pipeline_parallel=placement.pipeline_parallel,
+                    kv_block_tokens=sizing.block_tokens,
+                    kv_floor_blocks=sizing.floor_blocks,
+                    kv_ceiling_blocks=sizing.ceiling_blocks,
+                    budget=sizing.budget[rank],
+                ),
+            )
+
+    def _unload(self, group: Group) -> None:
+        op = Op(self._state.new_op_id(), "unload", group.id, set(group.ranks))
+        group.op = self._state.ops[op.id] = op
+        for rank in group.ranks:
+            self._effects.send(rank, UnloadShard(op=op.id, group_id=group.id))
+
+    def _unloaded(self, now: float, group: Group, op: Op) -> None:
+        if op.errors:
+            text = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(op.errors.items()))
+            self._effects.event("unload_failed", group.model, f"group {group.id}: {text}")
+        self._state.ledger.release(group.id)
+        group.batcher, group.kv_blocks, group.held = None, 0, {}
+        if group.state == "draining":
+            del self._state.groups[group.id]
+            self._effects.event("unloaded", group.model, f"group {group.id} on {group.wanted.placement} is gone")
+            if any(other.reclaiming for other in self._state.groups.values()):
+                self.reconcile(now)
+        self._effects.changed()
+
+    def _fail(self, now: float, group: Group, reason: str) -> None:
+        """Give everything back, on all ranks; try again later while attempts are left."""
+        held = group.id in self._state.ledger.owners()
+        group.attempts += 1
+        backoff = min(FIRST_BACKOFF_S * 2 ** (group.attempts - 1), LAST_BACKOFF_S)
+        again = group.attempts < MAX_ATTEMPTS
+        group.retry_at = now + backoff if again else None
+        tail = f"attempt {group.attempts} of {MAX_ATTEMPTS}" + (
+            f", next in {backoff:.0f} s" if again else "; apply it again to retry"
+        )
+        self._to(group, "failed", f"{reason} ({tail})")
+        group.reclaiming = False
+        self._requests.fail_group(group, ErrorCode.UNAVAILABLE, f"model `{group.model}`: {reason}", backoff)
+        if held:
+            self._unload(group)
+        if not any(other.state in ("ready", *_GOING) for other in self._state.of_model(group.model)):
+            self._requests.fail_held(group.model, f"model `{group.model}`: {reason}", backoff)
+
+    def _to(self, group: Group, state: str, reason: str) -> None:
+        if (group.state, group.reason) == (state, reason):
+            return
+        if group.state != state:
+            self._effects.event(
+                state, group.model, f"group {group.id} on {group.wanted.placement}" + (f": {reason}" if reason else "")
+            )
+        group.state, group.reason = state, reason  # type: ignore[assignment]
+        self._effects.changed()

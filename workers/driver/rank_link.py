@@ -1,0 +1,73 @@
+"""The driver's connections to its ranks: commands out in one order, reports in, and the moment one of them is gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from gateway.api.errors import unavailable
+from workers.messages import PROTOCOL, Command, Hello, Report, Welcome, decode_report, encode
+
+HANDSHAKE_TIMEOUT_S = 10.0
+MAX_FRAME_BYTES = 64 * 2**20
+
+
+class RankLink:
+    """One rank's connection."""
+
+    def __init__(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
+        self.rank = rank
+        self.welcome = welcome
+        self._reader = reader
+        self._writer = writer
+        self._task: asyncio.Task[None] | None = None
+
+    def send(self, command: Command) -> None:
+        """Never waits. A connection that is gone is reported by `on_lost`, not here."""
+        if not self._writer.is_closing():
+            self._writer.write(encode(command))
+
+    def start(self, on_report: Callable[[int, Report], None], on_lost: Callable[[int, str], None]) -> None:
+        self._task = asyncio.create_task(self._read(on_report, on_lost), name=f"rank-{self.rank}")
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        self._writer.close()
+
+    async def _read(self, on_report: Callable[[int, Report], None], on_lost: Callable[[int, str], None]) -> None:
+        try:
+            while True:
+                on_report(self.rank, await _read(self._reader))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            on_lost(self.rank, f"rank {self.rank} (pid {self.welcome.pid}) is gone")
+        except (msgspec.MsgspecError, ValueError) as error:
+            on_lost(self.rank, f"rank {self.rank} (pid {self.welcome.pid}) sent what is no report: {error}")
+
+
+async def connect(rank: int, socket: Path, secret: str, driver: str) -> RankLink:
+    """YardError(UNAVAILABLE) when nobody answers there or the rank refuses."""
+    try:
+        reader, writer = await asyncio.open_unix_connection(str(socket))
+    except OSError as error:
+        raise unavailable(f"rank {rank} does not listen on {socket}: {error}") from error
+    try:
+        writer.write(encode(Hello(secret=secret, driver=driver)))
+        welcome = await asyncio.wait_for(_read(reader), HANDSHAKE_TIMEOUT_S)
+    except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, msgspec.MsgspecError, ValueError) as error:
+        writer.close()
+        raise unavailable(f"rank {rank} on {socket} refused the handshake ({error!r}); its pool has another secret or release") from error
+    if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL or welcome.rank != rank:
+        writer.close()
+        raise unavailable(f"{socket} does not belong to rank {rank} of this release")
+    return RankLink(rank, reader, writer, welcome)
+
+
+async def _read(reader: asyncio.StreamReader) -> Report:
+    length = int.from_bytes(await reader.readexactly(4), "big")
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {length} bytes")
+    return decode_report(await reader.readexactly(length))

@@ -1,0 +1,244 @@
+"""From the gateway's submit to the last thing said about a request. Pure decisions; see `submit` for the tree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gateway.api.errors import ErrorCode
+from workers.driver.effects import OWN_LINK, Effects, Ended, RequestKey
+from workers.driver.group import Group
+from workers.driver.pool_state import Held, PoolState
+from workers.driver.sequence import Request, Sequence
+from workers.messages import SampledToken
+
+CHECK_ESTIMATE_S = 1.0
+LOAD_BASE_S = 3.0
+LOAD_BYTES_PER_S = 200 * 2**20  # until a load of the model has been timed
+MAX_RETRY_AFTER_S = 30.0
+
+
+class Requests:
+    def __init__(self, state: PoolState, effects: Effects, on_canary_end: Callable[[Group, Sequence, Ended], None]) -> None:
+        self._state = state
+        self._effects = effects
+        self._on_canary_end = on_canary_end
+
+    def submit(self, now: float, request: Request) -> None:
+        """The decision tree:
+
+        1. A deadline that has passed ends it here (rule 10).
+        2. A model that is not in this pool: UNAVAILABLE, another pool may have it.
+        3. A ready group takes it, the one with the fewest outstanding tokens, if its queue has room: else EXHAUSTED.
+        4. A model on its way: held, with an estimated wait, bounded like a queue; refused at once when the deadline is
+           shorter than the estimate (rule 6).
+        5. A model that failed or drains: UNAVAILABLE with the reason.
+        """
+        arrival = self._next_arrival()
+        # 1.
+        if request.deadline is not None and request.deadline <= now:
+            self._refuse(request, ErrorCode.DEADLINE, f"model `{request.model}`: the deadline passed before it was queued")
+            return
+        groups = [group for group in self._state.of_model(request.model)]
+        # 2.
+        if not groups:
+            self._refuse(request, ErrorCode.UNAVAILABLE, f"model `{request.model}` is not in this pool", 1.0)
+            return
+        # 3.
+        ready = [group for group in groups if group.state == "ready" and not group.unwanted]
+        ready = ready or [group for group in groups if group.state == "ready"]
+        if ready:
+            self._enqueue(request, arrival, min(ready, key=lambda group: (group.outstanding_tokens, group.id)))
+            return
+        # 4.
+        coming = [group for group in groups if group.state in ("waiting", "loading", "checking") and not group.unwanted]
+        if coming:
+            self._hold(now, request, arrival, coming)
+            return
+        # 5.
+        reasons = "; ".join(f"{group.state}: {group.reason}" if group.reason else group.state for group in groups)
+        retry_at = [group.retry_at for group in groups if group.retry_at is not None]
+        wait = min(max(min(retry_at) - now, 1.0), MAX_RETRY_AFTER_S) if retry_at else MAX_RETRY_AFTER_S
+        self._refuse(request, ErrorCode.UNAVAILABLE, f"model `{request.model}` cannot serve ({reasons})", wait)
+
+    def start_canary(self, now: float, group: Group, prompt: tuple[int, ...], timeout_s: float) -> None:
+        """The driver's own request, straight to its group."""
+        key = (OWN_LINK, group.id)
+        request = Request(key, group.model, prompt, group.spec.canary.max_tokens, deadline=now + timeout_s, priority=100)
+        group.canary = self._enter(request, self._next_arrival(), group)
+
+    def cancel(self, key: RequestKey) -> None:
+        """Takes effect with the next step; unknown requests have ended already."""
+        if key in self._state.sequences:
+            self.finish(key, "cancelled")
+            return
+        for model, waiting in self._state.held.items():
+            for held in waiting:
+                if held.request.key == key:
+                    self._state.held[model].remove(held)
+                    self._effects.end(key, Ended("cancelled", prompt_tokens=len(held.request.prompt)))
+                    return
+
+    def close_link(self, link: int) -> None:
+        """The stream is gone, and with it everybody who asked over it."""
+        for key in [key for key in self._state.sequences if key[0] == link]:
+            self.cancel(key)
+        for waiting in self._state.held.values():
+            for held in [held for held in waiting if held.request.key[0] == link]:
+                self.cancel(held.request.key)
+
+    def expire(self, now: float) -> None:
+        for key, (_, sequence) in list(self._state.sequences.items()):
+            deadline = sequence.request.deadline
+            if deadline is not None and deadline <= now:
+                self.finish(key, "error", ErrorCode.DEADLINE, f"model `{sequence.request.model}`: the deadline passed")
+        for waiting in self._state.held.values():
+            for held in [held for held in waiting if held.request.deadline is not None and held.request.deadline <= now]:
+                waiting.remove(held)
+                text = f"model `{held.request.model}`: the deadline passed while it was loading"
+                self._refuse(held.request, ErrorCode.DEADLINE, text)
+
+    def release_held(self, now: float, model: str) -> None:
+        """The model became ready, or will not: submit again what waited for it, in order."""
+        waiting = self._state.held.pop(model, [])
+        for held in sorted(waiting, key=lambda held: held.arrival):
+            self.submit(now, held.request)
+
+    def token(self, now: float, group: Group, sequence: Sequence, token: SampledToken) -> None:
+        """A sampled token, already appended: emit it, or end with it."""
+        del now
+        key = sequence.request.key
+        if token.token in sequence.stop_ids:
+            self.finish(key, "stop", stop_token_id=token.token)
+            return
+        if sequence is not group.canary:
+            self._effects.emit(key, token)
+        if len(sequence.tokens) >= sequence.max_length:
+            self.finish(key, "length")
+
+    def finish(
+        self,
+        key: RequestKey,
+        finish_reason: str,
+        code: ErrorCode | None = None,
+        message: str = "",
+        *,
+        stop_token_id: int = -1,
+        retry_after_s: float = 0.0,
+    ) -> None:
+        group, sequence = self._state.sequences.pop(key)
+        assert group.batcher is not None
+        group.batcher.remove(sequence)
+        ended = Ended(
+            finish_reason,
+            stop_token_id,
+            code,
+            message,
+            retry_after_s,
+            prompt_tokens=sequence.prompt_tokens,
+            completion_tokens=sequence.generated,
+            cached_tokens=sequence.cached_tokens,
+        )
+        if sequence is group.canary:
+            group.canary = None
+            self._on_canary_end(group, sequence, ended)
+        else:
+            self._effects.end(key, ended)
+
+    def fail_group(self, group: Group, code: ErrorCode, message: str, retry_after_s: float) -> None:
+        """End all requests of a group, its canary too."""
+        for key in [key for key, (owner, _) in self._state.sequences.items() if owner is group]:
+            self.finish(key, "error", code, message, retry_after_s=retry_after_s)
+
+    def fail_held(self, model: str, message: str, retry_after_s: float) -> None:
+        for held in self._state.held.pop(model, []):
+            self._refuse(held.request, ErrorCode.UNAVAILABLE, message, retry_after_s)
+
+    def estimate_s(self, now: float, group: Group) -> float:
+        """Until the group is ready."""
+        if group.state == "checking":
+            return CHECK_ESTIMATE_S
+        bytes_to_load = max((sum(kinds.values()) for kinds in group.sizing.budget.values()), default=0) if group.sizing else 0
+        whole = self._state.load_times_s.get(group.model, LOAD_BASE_S + bytes_to_load / LOAD_BYTES_PER_S)
+        elapsed = now - group.load_began_at if group.state == "loading" else 0.0
+        return max(whole - elapsed, whole * (1.0 - group.progress) * 0.5, 0.5) + CHECK_ESTIMATE_S
+
+    # ------------------------------------------------------------------ parts of submit
+
+    def _hold(self, now: float, request: Request, arrival: int, coming: list[Group]) -> None:
+        waiting = self._state.held.setdefault(request.model, [])
+        wait = min(self.estimate_s(now, group) for group in coming)
+        state = min(coming, key=lambda group: self.estimate_s(now, group))
+        reason = f"model `{request.model}` is {state.state}" + (f" ({state.reason})" if state.reason else "")
+        if len(waiting) >= max(state.spec.limits.queue, 1):
+            self._refuse(request, ErrorCode.EXHAUSTED, f"{reason} and {len(waiting)} requests wait for it already", wait)
+            return
+        if request.deadline is not None and now + wait > request.deadline:
+            text = f"{reason}, ready in about {wait:.1f} s; the deadline is in {request.deadline - now:.1f} s"
+            self._refuse(request, ErrorCode.UNAVAILABLE, text, wait)
+            return
+        waiting.append(Held(request, arrival, now))
+        self._effects.hold(request.key, reason, wait)
+
+    def _enqueue(self, request: Request, arrival: int, group: Group) -> None:
+        assert group.batcher is not None
+        assert group.sizing is not None
+        assert group.facts is not None
+        problem = _problem(request, group)
+        if problem:
+            self._refuse(request, ErrorCode.INVALID, f"model `{group.model}`: {problem}")
+            return
+        limits = group.spec.limits
+        if group.waiting >= limits.queue and group.running + group.waiting >= limits.concurrency:
+            wait = group.outstanding_tokens / group.tokens_per_s if group.tokens_per_s else 1.0
+            wait = min(max(wait / max(limits.concurrency, 1), 0.5), MAX_RETRY_AFTER_S)
+            text = f"model `{group.model}`: {group.waiting} requests wait already, its limits.queue is {limits.queue}"
+            self._refuse(request, ErrorCode.EXHAUSTED, text, wait)
+            return
+        self._enter(request, arrival, group)
+
+    def _enter(self, request: Request, arrival: int, group: Group) -> Sequence:
+        assert group.batcher is not None
+        assert group.sizing is not None
+        assert group.facts is not None
+        room = longest(group)
+        eos = frozenset() if request.ignore_eos else frozenset(group.facts.eos_ids)
+        sequence = Sequence(
+            id=self._state.next_sequence,
+            request=request,
+            arrival=arrival,
+            tokens=list(request.prompt),
+            max_length=min(len(request.prompt) + request.max_tokens, room) if request.max_tokens else room,
+            stop_ids=request.stop_token_ids | eos,
+        )
+        self._state.next_sequence += 1
+        self._state.sequences[request.key] = (group, sequence)
+        group.batcher.add(sequence)
+        return sequence
+
+    def _refuse(self, request: Request, code: ErrorCode, message: str, retry_after_s: float = 0.0) -> None:
+        self._effects.end(
+            request.key,
+            Ended("error", -1, code, message, retry_after_s, prompt_tokens=len(request.prompt)),
+        )
+
+    def _next_arrival(self) -> int:
+        self._state.next_arrival += 1
+        return self._state.next_arrival
+
+
+def longest(group: Group) -> int:
+    """Tokens of the longest sequence that the group can hold: by its context, and by the most KV it may have."""
+    assert group.sizing is not None
+    return min(group.sizing.context, group.sizing.ceiling_blocks * group.sizing.block_tokens)
+
+
+def _problem(request: Request, group: Group) -> str:
+    assert group.facts is not None
+    vocabulary = group.facts.shape.vocabulary
+    if not request.prompt:
+        return "the prompt has no tokens"
+    if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
+        return f"prompt token {max(request.prompt)} is outside its vocabulary of {vocabulary}"
+    if len(request.prompt) >= longest(group):
+        return f"the prompt has {len(request.prompt)} tokens, at most {longest(group) - 1} fit beside one token of answer"
+    return ""

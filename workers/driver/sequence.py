@@ -1,0 +1,78 @@
+"""One sequence of tokens on its way through a worker group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from workers.driver.effects import RequestKey
+from workers.messages import NewSequence, Sampling
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a gateway (or the driver's canary) asks for. `deadline` is on the driver's clock."""
+
+    key: RequestKey
+    model: str
+    prompt: tuple[int, ...]
+    max_tokens: int  # 0: as many as fit in the context
+    sampling: Sampling = Sampling()
+    stop_token_ids: frozenset[int] = frozenset()
+    ignore_eos: bool = False
+    deadline: float | None = None
+    priority: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Sequence:
+    """`tokens` is the prompt and what was generated; the keys and values of the first `computed` are in `blocks`.
+
+    A preempted sequence has computed 0 and no blocks, and keeps its tokens.
+    """
+
+    id: int
+    request: Request
+    arrival: int  # order of arrival in the pool
+    tokens: list[int]
+    max_length: int  # prompt plus answer, bounded by max_tokens, the context and the KV ceiling
+    stop_ids: frozenset[int]
+    computed: int = 0
+    in_flight: int = 0  # tokens of it in a step that is being computed
+    blocks: list[int] = field(default_factory=list)
+    sent_blocks: int = 0
+    hashes: list[bytes] = field(default_factory=list)  # of its full and computed blocks
+    known_to_ranks: bool = False
+    ended: bool = False
+    cached_tokens: int = 0
+    admitted_before: bool = False
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def uncomputed(self) -> int:
+        return len(self.tokens) - self.computed - self.in_flight
+
+    @property
+    def outstanding_tokens(self) -> int:
+        """Tokens still to compute: of the prompt, and of the answer if it gets as long as it may."""
+        return max(0, len(self.tokens) - self.computed) + max(0, self.max_length - len(self.tokens))
+
+    @property
+    def rank_order(self) -> tuple[int, int]:
+        """Who goes first: higher priority, then earlier arrival."""
+        return (-self.request.priority, self.arrival)
+
+    def introduction(self) -> NewSequence:
+        """What the ranks must know before its first step (again after a preemption)."""
+        sampling = self.request.sampling
+        return NewSequence(
+            sampling=sampling,
+            generated=tuple(self.tokens[self.prompt_tokens :]),
+            prompt=self.request.prompt if sampling.repetition_penalty != 1.0 else (),
+        )

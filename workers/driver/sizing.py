@@ -1,0 +1,113 @@
+"""From a model's facts and spec to bytes and blocks on each rank of a worker group. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.api.config import ModelSpec
+from gateway.api.errors import invalid
+from placement.footprint import group_footprint
+from placement.split import pipeline_parallel_problem, tensor_parallel_problem
+from placement.types import ModelRequest
+from workers.driver.effects import ModelFacts
+from workers.memory.arena import HOST_PAGE_BYTES
+from workers.memory.kv_layout import block_bytes, blocks_for_tokens, stage_layers
+
+KV_CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+"""KV grows and shrinks by so much on the rank with the largest blocks."""
+
+# Regions are whole pages and an engine keeps small tensors beside its matrices (norms, tables, padding): room for that until
+# the load has been measured.
+_SLACK_BYTES = 8 * HOST_PAGE_BYTES
+_SLACK_SHARE = 0.03
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Ranks stage-major: ranks[stage * tensor_parallel + shard]."""
+
+    ranks: tuple[int, ...]
+    tensor_parallel: int
+    pipeline_parallel: int
+
+    def __str__(self) -> str:
+        ranks = ",".join(map(str, self.ranks))
+        return f"ranks {ranks} (tensor {self.tensor_parallel} × pipeline {self.pipeline_parallel})"
+
+
+@dataclass(frozen=True)
+class GroupSizing:
+    block_bytes: dict[int, int]  # by rank
+    block_tokens: int
+    floor_blocks: int
+    ceiling_blocks: int
+    chunk_blocks: int
+    context: int
+    budget: dict[int, dict[str, int]]  # by rank: kind -> bytes, with kv_floor
+
+    def kv_bytes(self, blocks: int) -> dict[int, int]:
+        """Bytes by rank that `blocks` blocks take, in whole pages."""
+        return {rank: pages(blocks * size) for rank, size in self.block_bytes.items()}
+
+    def kv_used_bytes(self, blocks: int) -> dict[int, int]:
+        """What of it lies above the floor."""
+        floor = self.kv_bytes(self.floor_blocks)
+        return {rank: max(0, size - floor[rank]) for rank, size in self.kv_bytes(blocks).items()}
+
+
+def size_group(model: str, spec: ModelSpec, facts: ModelFacts, placement: Placement, device: str) -> GroupSizing:
+    """YardError(INVALID) when the model cannot be divided this way, or its KV limits do not hold one token block."""
+    shape = facts.shape
+    tensor, stages = placement.tensor_parallel, placement.pipeline_parallel
+    problem = tensor_parallel_problem(shape, tensor) or pipeline_parallel_problem(shape, stages)
+    if problem:
+        raise invalid(f"model `{model}` cannot be {placement}: {problem}")
+    context = min(spec.context or facts.max_context, facts.max_context)
+    request = ModelRequest(
+        name=model,
+        shape=shape,
+        context=context,
+        concurrency=spec.limits.concurrency,
+        kv_floor_bytes=spec.kv.floor,
+        precision=spec.precision,
+        engine=spec.engine,
+        batch_tokens=spec.limits.batch_tokens,
+    )
+    footprints = group_footprint(request, tensor, stages, device)
+    tokens = spec.kv.block_tokens
+    stage_of = {rank: index // tensor for index, rank in enumerate(placement.ranks)}
+    sizes = {
+        rank: block_bytes(shape, len(stage_layers(shape.layers, stages, stage)), tensor, tokens)
+        for rank, stage in stage_of.items()
+    }
+    floor_blocks = max(-(-footprints[stage].kv_floor // sizes[rank]) for rank, stage in stage_of.items())
+    wanted = spec.limits.concurrency * blocks_for_tokens(context, tokens)
+    if spec.kv.ceiling is not None:
+        wanted = min(spec.kv.ceiling // size for size in sizes.values())
+        if wanted < 2:
+            raise invalid(
+                f"model `{model}`: kv.ceiling of {spec.kv.ceiling} bytes holds {wanted} blocks; raise it", field="kv.ceiling"
+            )
+        floor_blocks = min(floor_blocks, wanted)
+    budget = {}
+    for rank, stage in stage_of.items():
+        footprint = footprints[stage]
+        budget[rank] = {
+            "weights": pages(int(footprint.weights * (1 + _SLACK_SHARE)) + _SLACK_BYTES),
+            "kv_floor": pages(floor_blocks * sizes[rank]),
+            "workspace": pages(footprint.workspace + footprint.graphs),
+            "communication": pages(footprint.communication),
+        }
+    return GroupSizing(
+        block_bytes=sizes,
+        block_tokens=tokens,
+        floor_blocks=floor_blocks,
+        ceiling_blocks=max(wanted, floor_blocks),
+        chunk_blocks=max(1, KV_CHUNK_BYTES[device] // max(sizes.values())),
+        context=context,
+        budget=budget,
+    )
+
+
+def pages(size_bytes: int) -> int:
+    return -(-size_bytes // HOST_PAGE_BYTES) * HOST_PAGE_BYTES

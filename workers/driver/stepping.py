@@ -1,0 +1,81 @@
+"""Sends the steps of all groups in one order, and accounts for what comes back.
+
+A group has at most one step in flight a pipeline stage, so the groups of a rank take turns: nobody's second step passes
+another's first (rule 7).
+"""
+
+from __future__ import annotations
+
+from gateway.api.errors import ErrorCode
+from workers.driver.effects import Effects
+from workers.driver.group import Group, StepInFlight
+from workers.driver.pool_state import PoolState
+from workers.driver.requests import Requests
+from workers.messages import Step, StepDone
+
+_SPEED_WEIGHT = 0.1  # of the newest step in the moving average
+
+
+class Stepper:
+    def __init__(self, state: PoolState, effects: Effects, requests: Requests) -> None:
+        self._state = state
+        self._effects = effects
+        self._requests = requests
+
+    def pump(self, now: float) -> None:
+        """Start what can start, beginning with another group each time."""
+        groups = [group for group in self._state.groups.values() if group.batcher is not None and group.batcher.busy]
+        if not groups:
+            return
+        self._state.turn += 1
+        first = self._state.turn % len(groups)
+        for group in (*groups[first:], *groups[:first]):
+            while len(group.steps) < group.wanted.placement.pipeline_parallel and self._send_step(now, group):
+                pass
+
+    def on_done(self, now: float, done: StepDone) -> None:
+        """Tokens go out, ends are found. A step that failed ends its requests with the reason; the others are not touched."""
+        group = self._state.groups.get(done.group_id)
+        step = group.steps.pop(done.step, None) if group else None
+        if group is None or step is None or group.batcher is None:
+            return  # of a group that was lost meanwhile
+        self._state.last_step_at = now
+        if done.error:
+            self._effects.event("step_failed", group.model, f"group {group.id}: {done.error}")
+            for sequence in step.plan.members:
+                if not sequence.ended:
+                    text = f"model `{group.model}`: the step failed: {done.error}"
+                    self._requests.finish(sequence.request.key, "error", ErrorCode.INTERNAL, text)
+        results = group.batcher.finish(step.plan, done)
+        for sequence, token in results:
+            self._requests.token(now, group, sequence, token)
+        elapsed = max(now - step.sent_at, 1e-6)
+        speed = len(results) * group.wanted.placement.pipeline_parallel / elapsed
+        group.tokens_per_s += _SPEED_WEIGHT * (speed - group.tokens_per_s)
+
+    def oldest_step_s(self, now: float) -> float:
+        """Age of the step that has been computed for longest; 0 when none is (rule 11)."""
+        return max((now - step.sent_at for group in self._state.groups.values() for step in group.steps.values()), default=0.0)
+
+    def _send_step(self, now: float, group: Group) -> bool:
+        assert group.batcher is not None
+        self._expire_queue(now, group)
+        plan = group.batcher.plan()
+        if plan is None:
+            return False
+        released, group.batcher.released = tuple(group.batcher.released), []
+        step = Step(step=self._state.next_step, group_id=group.id, sequences=plan.sequences, released=released)
+        self._state.next_step += 1
+        group.steps[step.step] = StepInFlight(plan, now)
+        for rank in group.ranks:
+            self._effects.send(rank, step)
+        return True
+
+    def _expire_queue(self, now: float, group: Group) -> None:
+        """Rule 10: who waited too long is not even started."""
+        assert group.batcher is not None
+        for sequence in list(group.batcher.waiting):
+            deadline = sequence.request.deadline
+            if deadline is not None and deadline <= now:
+                text = f"model `{group.model}`: the deadline passed in the queue"
+                self._requests.finish(sequence.request.key, "error", ErrorCode.DEADLINE, text)

@@ -1,0 +1,3 @@
+from workers.rank.main import main
+
+main()

@@ -1,0 +1,57 @@
+"""Start of a rank process: arena, engines by name, communication by device, then serve until the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import sys
+
+from gateway.api.errors import ErrorCode, YardError
+from workers.comm.base import GroupComm
+from workers.engines.base import Engine
+from workers.memory.arena import HostArena
+from workers.rank.compute import EngineFactory, GroupCommFactory
+from workers.rank.config import RankConfig, parse
+from workers.rank.server import RankServer
+
+
+def run(config: RankConfig, make_comm: GroupCommFactory, make_engine: EngineFactory) -> int:
+    """Serve until the process must end; its exit code."""
+    if config.device != "cpu":
+        raise YardError(ErrorCode.INVALID, f"pool {config.pool}: this rank computes on cpu only, its pool says {config.device}")
+    server = RankServer(config, HostArena(config.capacity_bytes), make_comm, make_engine, node=os.uname().nodename)
+    code = asyncio.run(server.serve())
+    if code == 0:
+        server.close()
+    return code
+
+
+def mpi_comm(ranks: tuple[int, ...], tensor_parallel: int, pipeline_parallel: int, group_id: int) -> GroupComm:
+    from workers.comm.mpi import make_group_comm
+
+    return make_group_comm(ranks, tensor_parallel, pipeline_parallel, group_id)
+
+
+def engine_of(config: RankConfig) -> EngineFactory:
+    def make(name: str) -> Engine:
+        if name == "torch":
+            from workers.engines.torch.engine import TorchEngine
+
+            return TorchEngine(config.cache_dir)
+        raise YardError(ErrorCode.INVALID, f"engine {name!r} does not run in a rank of a {config.device} pool; use engine: torch")
+
+    return make
+
+
+def end_process(code: int) -> None:
+    """Without the exit handlers: MPI's wait for peers that may be gone, and threads may hold a lock that never opens."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s rank %(process)d %(name)s: %(message)s")
+    config = parse()
+    end_process(run(config, mpi_comm, engine_of(config)))

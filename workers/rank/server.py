@@ -1,0 +1,248 @@
+"""A rank's end of the connection to its pool driver: one Unix socket, one driver at a time.
+
+The rank outlives its driver: it keeps what it holds, and a new driver finds it in `Welcome`. Without a driver for
+`grace_s`, or without its host process, it frees everything and exits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import os
+import sys
+from pathlib import Path
+
+import msgspec
+
+from workers.memory.arena import Arena
+from workers.messages import (
+    PROTOCOL,
+    Command,
+    Done,
+    Exit,
+    GrowKv,
+    HeldShard,
+    Hello,
+    LoadShard,
+    Report,
+    Step,
+    StepDone,
+    UnloadShard,
+    Welcome,
+    decode_command,
+    encode,
+)
+from workers.rank.compute import ComputeThread, EngineFactory, GroupCommFactory
+from workers.rank.config import RankConfig, pid_path
+
+log = logging.getLogger(__name__)
+
+MAX_FRAME_BYTES = 64 * 2**20
+HELLO_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 10.0
+EXIT_FATAL = 70
+
+
+class RankServer:
+    """Owns the compute thread. Everything here runs on the event loop; reports come to it from other threads."""
+
+    def __init__(
+        self, config: RankConfig, arena: Arena, make_comm: GroupCommFactory, make_engine: EngineFactory, node: str
+    ) -> None:
+        self._config = config
+        self._arena = arena
+        self._node = node
+        self._make_comm = make_comm
+        self._make_engine = make_engine
+        self._held: dict[int, HeldShard] = {}
+        self._received: dict[int, int] = {}
+        self._unloads: dict[int, int] = {}  # op -> group
+        self._live: dict[int, set[int]] = {}  # group -> sequences that it knows
+        self._stale: dict[int, tuple[int, ...]] = {}  # group -> sequences of a driver that is gone
+        self._writer: asyncio.StreamWriter | None = None
+        self._driverless_since = 0.0
+        self._ended: asyncio.Future[int]
+
+    async def serve(self) -> int:
+        """Until the process must end; its exit code."""
+        loop = asyncio.get_running_loop()
+        self._ended = loop.create_future()
+        self._driverless_since = loop.time()
+
+        def report(report: Report) -> None:
+            loop.call_soon_threadsafe(self._on_report, report)
+
+        def fatal(trace: str) -> None:
+            loop.call_soon_threadsafe(self._on_fatal, trace)
+
+        self._compute = ComputeThread(
+            self._config.rank,
+            self._arena,
+            self._make_comm,
+            self._make_engine,
+            report=report,
+            fatal=fatal,
+        )
+        self._compute.start()
+        path = self._config.socket
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.unlink(missing_ok=True)
+        previous_mask = os.umask(0o177)
+        try:
+            server = await asyncio.start_unix_server(self._on_connection, path=str(path))
+        finally:
+            os.umask(previous_mask)
+        pid_path(self._config.directory, self._config.rank).write_text(str(os.getpid()))
+        watch = asyncio.create_task(self._watch(), name="watch")
+        try:
+            return await self._ended
+        finally:
+            watch.cancel()
+            server.close()
+            path.unlink(missing_ok=True)
+            pid_path(self._config.directory, self._config.rank).unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------ connection
+
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            hello = await asyncio.wait_for(_read(reader), HELLO_TIMEOUT_S)
+            if not self._accept(hello):
+                return
+            self._attach(writer)
+            while True:
+                self._on_command(await _read(reader))
+        except (asyncio.IncompleteReadError, ConnectionError, TimeoutError):
+            pass
+        except (msgspec.MsgspecError, ValueError) as error:
+            log.warning("rank %d: closing a connection that sent %s", self._config.rank, error)
+        finally:
+            if self._writer is writer:
+                self._detach()
+            writer.close()
+
+    def _accept(self, hello: Command) -> bool:
+        if not isinstance(hello, Hello) or not hmac.compare_digest(hello.secret.encode(), self._config.secret.encode()):
+            log.warning("rank %d: refused a connection without the pool's secret", self._config.rank)
+            return False
+        if hello.protocol != PROTOCOL:
+            log.warning("rank %d: refused a driver of protocol %d, mine is %d", self._config.rank, hello.protocol, PROTOCOL)
+            return False
+        return True
+
+    def _attach(self, writer: asyncio.StreamWriter) -> None:
+        """The newest driver wins; what the one before it left under way is dropped."""
+        if self._writer is not None:
+            previous, self._writer = self._writer, None
+            previous.close()
+            self._forget_driver()
+        self._writer = writer
+        self._send(
+            Welcome(
+                rank=self._config.rank,
+                pid=os.getpid(),
+                device=self._config.device,
+                node=self._node,
+                held=tuple(self._held.values()),
+                received=dict(self._received),
+            )
+        )
+
+    def _detach(self) -> None:
+        self._writer = None
+        self._driverless_since = asyncio.get_running_loop().time()
+        self._forget_driver()
+
+    def _forget_driver(self) -> None:
+        self._compute.abandon_loads()
+        for group_id, sequences in self._live.items():
+            self._stale[group_id] = (*self._stale.get(group_id, ()), *sequences)
+        self._live.clear()
+
+    # ------------------------------------------------------------------ commands and reports
+
+    def _on_command(self, command: Command) -> None:
+        match command:
+            case Exit():
+                self._end(0)
+                return
+            case Hello():
+                raise ValueError("a second hello")
+            case Step():
+                command = self._track(command)
+            case UnloadShard():
+                self._unloads[command.op] = command.group_id
+            case _:
+                pass
+        if isinstance(command, LoadShard | UnloadShard | GrowKv | Step):
+            self._received[command.group_id] = self._received.get(command.group_id, 0) + 1
+        self._compute.submit(command)
+
+    def _track(self, step: Step) -> Step:
+        """Know the sequences of this driver; release those of the one before it with the first step of this one."""
+        live = self._live.setdefault(step.group_id, set())
+        live.difference_update(step.released)
+        live.update(sequence.sequence for sequence in step.sequences)
+        stale = self._stale.pop(step.group_id, ())
+        return msgspec.structs.replace(step, released=(*stale, *step.released)) if stale else step
+
+    def _on_report(self, report: Report) -> None:
+        if isinstance(report, Done):
+            if report.held is not None:
+                self._held[report.held.group_id] = report.held
+            group_id = self._unloads.pop(report.op, None)
+            if group_id is not None:
+                for table in (self._held, self._received, self._live, self._stale):
+                    table.pop(group_id, None)
+        if isinstance(report, StepDone) and report.error:
+            log.error("rank %d: step %d: %s", self._config.rank, report.step, report.error)
+        self._send(report)
+
+    def _send(self, report: Report) -> None:
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(encode(report))
+
+    # ------------------------------------------------------------------ the end
+
+    async def _watch(self) -> None:
+        """No driver for too long, or no host: the memory belongs to somebody else now."""
+        loop = asyncio.get_running_loop()
+        host = self._config.host_pids[self._config.rank] if self._config.rank < len(self._config.host_pids) else None
+        while True:
+            await asyncio.sleep(0.25)
+            if self._writer is None and loop.time() - self._driverless_since > self._config.grace_s:
+                log.warning("rank %d: no driver for %.0f s, exiting", self._config.rank, self._config.grace_s)
+                self._end(0)
+            if host is not None and not _alive(host):
+                log.warning("rank %d: host process %d is gone, exiting", self._config.rank, host)
+                self._end(1)
+
+    def _on_fatal(self, trace: str) -> None:
+        print(f"rank {self._config.rank}: {trace}", file=sys.stderr, flush=True)
+        # One more turn of the loop, so that the report of what failed is on its way before the process ends.
+        asyncio.get_running_loop().call_later(0.05, self._end, EXIT_FATAL)
+
+    def _end(self, code: int) -> None:
+        if not self._ended.done():
+            self._ended.set_result(code)
+
+    def close(self) -> None:
+        """Give all memory back; called after `serve`, not on a fatal end."""
+        if not self._compute.stop(CLOSE_TIMEOUT_S):
+            log.warning("rank %d: a step did not end in %.0f s, leaving it", self._config.rank, CLOSE_TIMEOUT_S)
+
+
+async def _read(reader: asyncio.StreamReader) -> Command:
+    length = int.from_bytes(await reader.readexactly(4), "big")
+    if length > MAX_FRAME_BYTES:
+        raise ValueError(f"a frame of {length} bytes, at most {MAX_FRAME_BYTES}")
+    return decode_command(await reader.readexactly(length))
+
+
+def _alive(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return state not in ("Z", "X")
+    return False
