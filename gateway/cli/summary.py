@@ -1,0 +1,41 @@
+"""The state of a whole site in one line. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gateway.api.records import SiteStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    line: str
+    problems: tuple[str, ...]
+
+    @property
+    def is_ready(self) -> bool:
+        return not self.problems
+
+
+def summarize(status: SiteStatus) -> Summary:
+    """Problems: models with fewer ready groups than desired, routes that cannot answer, lost ranks, Redis or controller gone."""
+    problems: list[str] = []
+    if status.redis != "ok":
+        problems.append("Redis is not reachable, serving from the last snapshot")
+    if status.controller is None:
+        problems.append("no controller")
+    groups = [group for pool in status.pools for group in pool.groups]
+    for model in status.models:
+        wanted = model.manifest.get("spec", {}).get("replicas", 1)
+        ready = sum(group.model == model.name and group.state == "ready" for group in groups)
+        if ready < wanted:
+            problems.append(f"model {model.name} has {ready} of {wanted} groups ready")
+    problems += [f"route {route.name} cannot answer" for route in status.routes if not route.ready]
+    problems += [
+        f"rank {rank.index} of pool {pool.pool} is lost" for pool in status.pools for rank in pool.ranks if not rank.alive
+    ]
+    counts = (
+        f"{len(status.models)} models, {len(status.routes)} routes, {len(status.pools)} pools, {len(status.gateways)} gateways"
+    )
+    head = f"site {status.site} revision {status.revision}: {'ready' if not problems else 'not ready'} ({counts})"
+    return Summary("; ".join([head, *problems]), tuple(problems))
