@@ -1,0 +1,168 @@
+"""Replacing the leaves of a stage by this package's, with weights from the checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from gateway.api.errors import invalid
+from workers.comm.base import GroupComm
+from workers.engines.torch import int4, norm
+from workers.engines.torch.int4 import Int4Blocks
+from workers.engines.torch.linear import DenseLinear, Fused, FusedPart, GatheredLinear, Int4Linear, Int8Linear, RowParallel
+from workers.engines.torch.memory import TensorRegion
+from workers.engines.torch.parallel import ParallelPlan, Style
+from workers.engines.torch.stage import StageModel
+from workers.engines.torch.weights import WeightSource
+
+# Projections of one input that are computed as one, in the order in which the models call them.
+_FUSED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """How matrices are kept (`name`: fp32, bf16, int8, int4) and in what dtype activations flow."""
+
+    name: str
+    compute: torch.dtype
+
+
+def precision_of(name: str) -> Precision:
+    """fp16 becomes bf16: CPUs compute one of them fast. YardError for what this engine does not have."""
+    if name == "fp32":
+        return Precision("fp32", torch.float32)
+    if name in ("bf16", "fp16"):
+        return Precision("bf16", torch.bfloat16)
+    if name == "int4":
+        return Precision("int4" if int4.operator_works() else "bf16", torch.bfloat16)
+    if name == "int8":
+        return Precision("int8", torch.bfloat16)
+    raise invalid(f"precision {name} is not one of the torch engine's on CPU: fp32, bf16, int8, int4", field="precision")
+
+
+class StageFiller:
+    def __init__(
+        self,
+        stage: StageModel,
+        plan: ParallelPlan,
+        source: WeightSource,
+        precision: Precision,
+        memory: TensorRegion,
+        comm: GroupComm,
+        progress: Callable[[float], None],
+    ) -> None:
+        self._stage = stage
+        self._plan = plan
+        self._source = source
+        self._precision = precision
+        self._memory = memory
+        self._comm = comm
+        self._progress = progress
+
+    def fill(self) -> None:
+        """Afterwards nothing of the stage is left on the meta device. MemoryError when the region's budget does not suffice."""
+        model = self._stage.model
+        parents = list(model.named_modules())
+        for done, (name, module) in enumerate(parents, start=1):
+            self._fill_module(name, module)
+            self._progress(done / len(parents))
+        for name, parameter in model.named_parameters():
+            if parameter.is_meta:
+                raise invalid(f"the torch engine does not know how to load {name} of {type(model).__name__}", field="engine")
+
+    def _fill_module(self, name: str, parent: nn.Module) -> None:
+        children = dict(parent.named_children())
+        for group in _FUSED_TOGETHER:
+            linears = [children.get(child) for child in group]
+            if all(isinstance(linear, nn.Linear) for linear in linears):
+                self._fuse(name, parent, group)
+        for child, module in parent.named_children():
+            full = f"{name}.{child}" if name else child
+            if isinstance(module, (nn.Linear, Conv1D)):
+                setattr(parent, child, self._linear(full, module))
+            elif norm.is_rms_norm(module):
+                weight = self._dense(f"{full}.weight")
+                weight = (weight.float() + norm.weight_offset(module)).to(self._precision.compute)
+                setattr(parent, child, norm.RmsNorm(self._memory.copy(weight), norm.epsilon(module)))
+            elif isinstance(module, (nn.LayerNorm, nn.Embedding)):
+                for key, _ in list(module.named_parameters(recurse=False)):
+                    value = self._memory.copy(self._dense(f"{full}.{key}"))
+                    setattr(module, key, nn.Parameter(value, requires_grad=False))
+
+    def _fuse(self, name: str, parent: nn.Module, group: tuple[str, ...]) -> None:
+        linears: list[Any] = [getattr(parent, child) for child in group]
+        names = [f"{name}.{child}" for child in group]
+        styles = {self._plan.style(full, linear.out_features) for full, linear in zip(names, linears, strict=True)}
+        biases = {linear.bias is None for linear in linears}
+        style = styles.pop()
+        if styles or len(biases) > 1 or style not in (Style.WHOLE, Style.OUTPUTS):
+            return
+        parts = 1 if style is Style.WHOLE else self._plan.count
+        fused_linear = self._matrix(names, style, not biases.pop(), transposed=False)
+        fused = Fused(fused_linear, [linear.out_features // parts for linear in linears])
+        for index, child in enumerate(group):
+            setattr(parent, child, FusedPart(fused, index))
+
+    def _linear(self, name: str, module: nn.Linear | Conv1D) -> nn.Module:
+        transposed = isinstance(module, Conv1D)
+        outputs = module.nf if isinstance(module, Conv1D) else module.out_features
+        style = self._plan.style(name, outputs)
+        has_bias = module.bias is not None
+        if style is Style.INPUTS:
+            bias = self._memory.copy(self._dense(f"{name}.bias")) if has_bias else None
+            return RowParallel(self._matrix([name], style, False, transposed), bias, self._comm)
+        linear = self._matrix([name], style, has_bias, transposed)
+        return GatheredLinear(linear, self._comm) if style is Style.GATHERED else linear
+
+    def _matrix(self, names: list[str], style: Style, has_bias: bool, transposed: bool) -> nn.Module:
+        """One matmul over the matrices of `names`, one below the other."""
+        cut = self._plan.cut(style)
+        bias = None
+        if has_bias:
+            bias = self._memory.copy(torch.cat([self._dense(f"{name}.bias", style) for name in names]))
+        stored = [self._stored_name(f"{name}.weight") for name in names]
+        if self._precision.name == "int4":
+            blocks = [self._int4(name, style, transposed) for name in stored]
+            if all(blocks):
+                weights = int4.pack(int4.concatenate([part for part in blocks if part is not None]))
+                return Int4Linear(self._memory.copy(weights[0]), self._memory.copy(weights[1]), bias)
+        tensors = [self._source.dense(name, cut, transposed) for name in stored]
+        rows, columns = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
+        if self._precision.name == "int8":
+            weight = torch.cat([tensor.float() for tensor in tensors])
+            scales = weight.abs().amax(dim=1).clamp_(min=1e-8) / 127
+            codes = (weight / scales.unsqueeze(1)).round_().to(torch.int8)
+            return Int8Linear(self._memory.copy(codes), self._memory.copy(scales.to(torch.bfloat16)), bias)
+        weight = self._memory.empty(self._precision.compute, (rows, columns))
+        start = 0
+        for tensor in tensors:
+            weight[start : start + tensor.shape[0]].copy_(tensor)
+            start += tensor.shape[0]
+        return DenseLinear(weight, bias)
+
+    def _int4(self, name: str, style: Style, transposed: bool) -> Int4Blocks | None:
+        """As stored, or rounded to 4 bits now; None where the shape does not allow it."""
+        cut = self._plan.cut(style)
+        blocks = self._source.int4(name, cut)
+        if blocks is None:
+            weight = self._source.dense(name, cut, transposed)
+            if weight.shape[1] % int4.GROUP:
+                return None
+            blocks = int4.quantize(weight)
+        return blocks if blocks.shape[0] % 16 == 0 else None
+
+    def _dense(self, name: str, style: Style = Style.WHOLE) -> torch.Tensor:
+        tensor = self._source.dense(self._stored_name(name), self._plan.cut(style) if style is not Style.INPUTS else None)
+        return tensor.to(self._precision.compute)
+
+    def _stored_name(self, name: str) -> str:
+        """A tied head is stored as the embedding."""
+        full = self._stage.checkpoint_name(name)
+        if full == "lm_head.weight" and not self._source.has(full):
+            return f"{self._stage.base_prefix}.{self._stage.names.embedding}.weight"
+        return full

@@ -1,0 +1,127 @@
+"""One rank's part of one worker group, computing."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from workers.comm.base import GroupComm
+from workers.engines.torch.attention import BatchHolder
+from workers.engines.torch.kv import PagedKv
+from workers.engines.torch.memory import TensorRegion
+from workers.engines.torch.sampler import sample
+from workers.engines.torch.sequences import SequenceTable, StepInputs
+from workers.engines.torch.stage import StageModel
+from workers.engines.torch.threads import ComputeThreads
+from workers.messages import HeldShard, LoadShard, Step, StepDone
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    digest: str
+    precision: str
+    context: int
+    disk_bytes: int
+
+
+class TorchShard:
+    def __init__(
+        self,
+        command: LoadShard,
+        facts: ShardFacts,
+        stage: StageModel,
+        holder: BatchHolder,
+        weights: TensorRegion,
+        workspace: TensorRegion,
+        kv: PagedKv,
+        comm: GroupComm,
+        compute: torch.dtype,
+        threads: ComputeThreads,
+    ) -> None:
+        self._command = command
+        self._facts = facts
+        self._stage = stage
+        self._model: Any = stage.model
+        self._embedding: Any = stage.model.get_input_embeddings()
+        self._holder = holder
+        self._weights = weights
+        self._workspace = workspace
+        self._kv = kv
+        self._comm = comm
+        self._compute = compute
+        self._threads = threads
+        self._sequences = SequenceTable()
+        self._hidden = stage.base.config.hidden_size
+
+    def held(self) -> HeldShard:
+        command, facts = self._command, self._facts
+        return HeldShard(
+            group_id=command.group_id,
+            model=command.model,
+            spec_json=command.spec_json,
+            ranks=command.ranks,
+            tensor_parallel=command.tensor_parallel,
+            pipeline_parallel=command.pipeline_parallel,
+            kv_blocks=self._kv.blocks,
+            kv_ceiling_blocks=command.kv_ceiling_blocks,
+            kv_block_tokens=command.kv_block_tokens,
+            bytes={
+                "weights": self._weights.committed_bytes,
+                "kv": self._kv.committed_bytes,
+                "workspace": self._workspace.committed_bytes,
+            },
+            digest=facts.digest,
+            precision=facts.precision,
+            context=facts.context,
+            disk_bytes=facts.disk_bytes,
+        )
+
+    def step(self, step: Step) -> StepDone | None:
+        """ValueError when the step contradicts what this rank knows; nothing was computed or sent then."""
+        started = time.perf_counter()
+        self._threads.use()
+        with torch.inference_mode():
+            inputs = self._sequences.prepare(step, self._kv, self._compute)
+            self._holder.batch = inputs.attention
+            try:
+                logits = self._forward(inputs)
+            finally:
+                self._holder.batch = None
+            if logits is None:
+                return None
+            sampled = sample(logits, inputs.sample_sequences, inputs.sample_states) if inputs.sample_sequences else ()
+        for one in sampled:
+            self._sequences.remember(one.sequence, one.token)
+        if self._comm.tensor_rank:
+            return None
+        return StepDone(step.step, step.group_id, sampled, time.perf_counter() - started)
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor | None:
+        """Logits of the rows to sample, on the last stage; None on the others, which pass hidden states on."""
+        stage = self._stage
+        if stage.is_first:
+            hidden = self._embedding(inputs.tokens)
+        else:
+            hidden = torch.empty((1, inputs.tokens.shape[1], self._hidden), dtype=self._compute)
+            self._comm.recv_previous(hidden)
+        hidden = stage.base(inputs_embeds=hidden, position_ids=inputs.positions, use_cache=False).last_hidden_state
+        if not stage.is_last:
+            self._comm.send_next(hidden)
+            return None
+        return self._head(hidden[0].index_select(0, inputs.sample_rows))
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = self._model.lm_head(hidden)
+        softcap = getattr(self._model.config, "final_logit_softcapping", None)
+        return logits if softcap is None else torch.tanh(logits.float() / softcap) * softcap
+
+    def grow_kv(self, blocks: int) -> None:
+        self._kv.grow(blocks)
+
+    def close(self) -> None:
+        self._kv.close()
+        self._workspace.close()
+        self._weights.close()
