@@ -139,6 +139,7 @@ class Keys:
         self.gateways = f"{self.prefix}:gateways"
         self.controller = f"{self.prefix}:controller"  # ControllerRecord, with TTL
         self.lease = f"{self.prefix}:lease:controller"
+        self.placement = f"{self.prefix}:placement"  # the controller's: which groups belong where
         self.fence = f"{self.prefix}:fence"  # counter of fencing tokens
         self.tombstones = f"{self.prefix}:desired:deleted"  # hash: "Kind/name" -> generation of the deletion
         self.canaries = f"{self.prefix}:canaries"  # hash: placement key -> answer

@@ -1,0 +1,117 @@
+"""From a model's specification and its checkpoint to what placement is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from gateway.api.checkpoint import Checkpoint, open_checkpoint
+from gateway.api.config import ModelSpec
+from gateway.api.errors import YardError
+from gateway.state.view import ModelEntry
+from placement.types import ModelRequest
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 10.0
+REREAD_S = 60.0
+READING = "its checkpoint is being read"
+
+
+@dataclass(frozen=True)
+class AskedModel:
+    """A desired model. `request` is None while its checkpoint cannot be read, and `problem` says why."""
+
+    spec: ModelSpec
+    generation: int
+    request: ModelRequest | None
+    problem: str = ""
+
+
+def model_request(name: str, spec: ModelSpec, checkpoint: Checkpoint) -> ModelRequest:
+    return ModelRequest(
+        name=name,
+        shape=checkpoint.shape,
+        device="cuda" if spec.engine == "trtllm" else None,
+        replicas=spec.replicas,
+        tensor_parallel=None if spec.tensor_parallel == "auto" else spec.tensor_parallel,
+        pipeline_parallel=None if spec.pipeline_parallel == "auto" else spec.pipeline_parallel,
+        context=min(spec.context or checkpoint.max_context, checkpoint.max_context),
+        concurrency=spec.limits.concurrency,
+        kv_floor_bytes=spec.kv.floor,
+        batch_tokens=spec.limits.batch_tokens,
+        precision=spec.precision,
+        engine=spec.engine,
+        pools=spec.pools,
+        priority=spec.priority,
+        pinned=spec.residency == "resident",
+    )
+
+
+@dataclass
+class _Reading:
+    """What is known of one source. A failed reading is repeated after RETRY_S, a good one after REREAD_S."""
+
+    checkpoint: Checkpoint | None = None
+    problem: str = READING
+    due: float = 0.0
+    task: asyncio.Task[None] | None = None
+
+
+class Checkpoints:
+    """Reads checkpoints in a thread, one at a time, and remembers them. `on_read` is called in the loop after each."""
+
+    def __init__(self, cache_dir: Path, on_read: Callable[[], None] = lambda: None) -> None:
+        self._cache_dir = cache_dir
+        self._on_read = on_read
+        self._readings: dict[str, _Reading] = {}
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
+
+    def asked(self, models: Mapping[str, ModelEntry]) -> dict[str, AskedModel]:
+        """What is known now, at once; readings that are due begin."""
+        wanted = {entry.spec.source for entry in models.values()}
+        for source in self._readings.keys() - wanted:
+            if self._readings[source].task is None:
+                del self._readings[source]
+        return {name: self._asked(name, entry) for name, entry in models.items()}
+
+    async def settle(self, models: Mapping[str, ModelEntry]) -> dict[str, AskedModel]:
+        """The same after all their sources were read once."""
+        self.asked(models)
+        tasks = [self._readings[entry.spec.source].task for entry in models.values()]
+        await asyncio.gather(*(task for task in tasks if task is not None))
+        return self.asked(models)
+
+    def close(self) -> None:
+        for reading in self._readings.values():
+            if reading.task is not None:
+                reading.task.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _asked(self, name: str, entry: ModelEntry) -> AskedModel:
+        spec, generation = entry
+        reading = self._readings.setdefault(spec.source, _Reading())
+        if reading.task is None and time.monotonic() >= reading.due:
+            reading.task = asyncio.create_task(self._read(spec.source, reading), name=f"read {spec.source}")
+        if reading.checkpoint is None:
+            return AskedModel(spec, generation, None, reading.problem)
+        return AskedModel(spec, generation, model_request(name, spec, reading.checkpoint))
+
+    async def _read(self, source: str, reading: _Reading) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            reading.checkpoint = await loop.run_in_executor(self._thread, open_checkpoint, source, self._cache_dir)
+            reading.due = time.monotonic() + REREAD_S
+        except (YardError, OSError) as error:
+            # A checkpoint that was read before stays known: a mount that is gone for a moment moves no model.
+            reading.problem = str(error)
+            reading.due = time.monotonic() + RETRY_S
+            log.warning("checkpoint %s: %s", source, error)
+        finally:
+            reading.task = None
+        self._on_read()

@@ -1,0 +1,18 @@
+"""How the controller recognises, in Serve's own status, which specification a pool's application was started with."""
+
+from __future__ import annotations
+
+import hashlib
+
+from gateway.api.config import PoolSpec
+
+_PREFIX = "driver-"
+
+
+def deployment_name(spec: PoolSpec) -> str:
+    """Name of the driver's deployment: carries a digest of the specification, so that Serve itself remembers it."""
+    return _PREFIX + hashlib.sha256(spec.model_dump_json().encode()).hexdigest()[:8]
+
+
+def is_deployment_name(name: str) -> bool:
+    return name.startswith(_PREFIX)
