@@ -16,7 +16,7 @@ from placement.types import Split
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blk|blocks)\.(\d+)\.(.+)$")
 _SUFFIX = re.compile(r"\.(weight|bias|qweight|qzeros|scales|g_idx|weight_scale|weight_scale_inv|input_scale|weight_scale_2)$")
 # Buffers that checkpoints carry and engines compute.
-_IGNORED = re.compile(r"(?:attn|attention)\.(?:bias|masked_bias)$|rotary_emb\.inv_freq$|rotary_pos_emb|rope_freqs")
+_IGNORED = re.compile(r"(?:^|\.)(?:attn|attention)\.(?:bias|masked_bias)$|rotary_emb\.inv_freq$|rotary_pos_emb|rope_freqs")
 
 _QKV = ("query_key_value", "qkv_proj", "c_attn", "W_pack", "attn_qkv", "Wqkv", "qkv")
 _HEADS_OUT = ("q_proj", "attn_q", "q_b_proj", "kv_b_proj", "attn_q_b", "attn_kv_b")
