@@ -46,7 +46,9 @@ TINY = {
         "intermediate_size": 96, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 64,
     },
-    "qwen3_moe": {"intermediate_size": 96, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16},
+    "qwen3_moe": {
+        "intermediate_size": 96, "num_key_value_heads": 2, "num_experts": 4, "moe_intermediate_size": 32, "head_dim": 16,
+    },
     "gemma": {"intermediate_size": 96, "num_key_value_heads": 1, "head_dim": 16},
     "gemma2": {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16},
     "gemma3_text": {"intermediate_size": 96, "num_key_value_heads": 2, "head_dim": 16},

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -58,7 +59,7 @@ def test_a_tensor_parallel_shard_is_what_torch_allocates_for_it(heads: int, kv_h
         vocab_size=100, tie_word_embeddings=tied, attention_bias=True, mlp_bias=True, num_hidden_layers=2,
     )  # fmt: skip
     total = 0
-    rows = -(-(-(-100 // degree)) // VOCABULARY_ALIGNMENT) * VOCABULARY_ALIGNMENT
+    rows = math.ceil(math.ceil(100 / degree) / VOCABULARY_ALIGNMENT) * VOCABULARY_ALIGNMENT
     for name, parameter in model.named_parameters():
         module, kind = name.split(".")[-2:]
         size = list(parameter.shape)
