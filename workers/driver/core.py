@@ -56,7 +56,7 @@ class PoolCore:
         if fence < self.state.fence:
             raise YardError(
                 ErrorCode.CONFLICT,
-                f"fence {fence} is older than {self.state.fence}: another controller has taken over; stop and read the lease again",
+                f"fence {fence} is older than {self.state.fence}: another controller has taken over; read the lease again",
             )
         for item in wanted:
             _check_placement(item, len(self.state.capacities))

@@ -160,7 +160,7 @@ class ElasticKv:
 
 
 def _needed(group: Group) -> int:
-    """Blocks, in chunks above the floor, that hold all blocks in use. Cached prefixes beyond them are not worth memory that others need."""
+    """Blocks, in chunks above the floor, that hold all blocks in use. Cached prefixes beyond them go where others need memory."""
     assert group.sizing is not None
     assert group.batcher is not None
     floor, chunk = group.sizing.floor_blocks, group.sizing.chunk_blocks

@@ -8,7 +8,7 @@ from __future__ import annotations
 from gateway.api.errors import ErrorCode, YardError
 from workers.driver.effects import Effects, Ended, ModelFacts
 from workers.driver.elastic import ElasticKv
-from workers.driver.group import FIRST_BACKOFF_S, LAST_BACKOFF_S, MAX_ATTEMPTS, Group, Op, Wanted
+from workers.driver.group import FIRST_BACKOFF_S, LAST_BACKOFF_S, MAX_ATTEMPTS, Group, Op
 from workers.driver.group_memory import enter_measured, open_batcher
 from workers.driver.pool_state import PoolState
 from workers.driver.requests import Requests
@@ -49,7 +49,7 @@ class Lifecycle:
     def reconcile(self, now: float) -> None:
         """The decision tree, while ranks are up:
 
-        1. What is not wanted and holds nothing goes; what serves drains once its replacement serves, or at once when there is none.
+        1. What is not wanted and holds nothing goes; what serves drains once its replacement serves, at once if there is none.
         2. What drains and is quiet is unloaded (rule 5).
         3. What failed waits its backoff out, then tries again, a bounded number of times.
         4. What waits is loaded in order of priority and name: facts, then sizes, then the ledger on all ranks (rule 3), then

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from gateway.api.errors import unavailable
-from workers.messages import PROTOCOL, Command, Hello, Report, Welcome, decode_report, encode
+from workers.messages import PROTOCOL, Command, Done, Hello, Report, Welcome, decode_report, encode
 
 HANDSHAKE_TIMEOUT_S = 10.0
 MAX_FRAME_BYTES = 64 * 2**20
@@ -29,6 +29,16 @@ class RankLink:
         """Never waits. A connection that is gone is reported by `on_lost`, not here."""
         if not self._writer.is_closing():
             self._writer.write(encode(command))
+
+    async def expect_done(self, op: int) -> None:
+        """Before `start`: the end of an operation, passing over what an earlier driver left. YardError when the rank is lost."""
+        try:
+            while True:
+                report = await _read(self._reader)
+                if isinstance(report, Done) and report.op == op:
+                    return
+        except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError, ValueError) as error:
+            raise unavailable(f"rank {self.rank} went away: {error!r}") from error
 
     def start(self, on_report: Callable[[int, Report], None], on_lost: Callable[[int, str], None]) -> None:
         self._task = asyncio.create_task(self._read(on_report, on_lost), name=f"rank-{self.rank}")
@@ -59,7 +69,9 @@ async def connect(rank: int, socket: Path, secret: str, driver: str) -> RankLink
         welcome = await asyncio.wait_for(_read(reader), HANDSHAKE_TIMEOUT_S)
     except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, msgspec.MsgspecError, ValueError) as error:
         writer.close()
-        raise unavailable(f"rank {rank} on {socket} refused the handshake ({error!r}); its pool has another secret or release") from error
+        raise unavailable(
+            f"rank {rank} on {socket} refused the handshake ({error!r}); its pool has another secret or release"
+        ) from error
     if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL or welcome.rank != rank:
         writer.close()
         raise unavailable(f"{socket} does not belong to rank {rank} of this release")

@@ -38,7 +38,7 @@ class Requests:
         if request.deadline is not None and request.deadline <= now:
             self._refuse(request, ErrorCode.DEADLINE, f"model `{request.model}`: the deadline passed before it was queued")
             return
-        groups = [group for group in self._state.of_model(request.model)]
+        groups = list(self._state.of_model(request.model))
         # 2.
         if not groups:
             self._refuse(request, ErrorCode.UNAVAILABLE, f"model `{request.model}` is not in this pool", 1.0)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from workers.driver.effects import RequestKey
 from workers.messages import NewSequence, Sampling
 
+GREEDY = Sampling()
+
 
 @dataclass(frozen=True)
 class Request:
@@ -16,7 +18,7 @@ class Request:
     model: str
     prompt: tuple[int, ...]
     max_tokens: int  # 0: as many as fit in the context
-    sampling: Sampling = Sampling()
+    sampling: Sampling = GREEDY
     stop_token_ids: frozenset[int] = frozenset()
     ignore_eos: bool = False
     deadline: float | None = None

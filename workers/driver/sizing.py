@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gateway.api.config import ModelSpec
 from gateway.api.errors import invalid
@@ -57,7 +57,8 @@ class GroupSizing:
 
 def size_group(model: str, spec: ModelSpec, facts: ModelFacts, placement: Placement, device: str) -> GroupSizing:
     """YardError(INVALID) when the model cannot be divided this way, or its KV limits do not hold one token block."""
-    shape = facts.shape
+    # Keys and values are as wide as the activations that they come from.
+    shape = replace(facts.shape, kv_bytes_per_element=4 if facts.precision == "fp32" else 2)
     tensor, stages = placement.tensor_parallel, placement.pipeline_parallel
     problem = tensor_parallel_problem(shape, tensor) or pipeline_parallel_problem(shape, stages)
     if problem:
@@ -89,13 +90,14 @@ def size_group(model: str, spec: ModelSpec, facts: ModelFacts, placement: Placem
                 f"model `{model}`: kv.ceiling of {spec.kv.ceiling} bytes holds {wanted} blocks; raise it", field="kv.ceiling"
             )
         floor_blocks = min(floor_blocks, wanted)
+    workspace = max(footprint.workspace + footprint.graphs for footprint in footprints)
     budget = {}
     for rank, stage in stage_of.items():
         footprint = footprints[stage]
         budget[rank] = {
             "weights": pages(int(footprint.weights * (1 + _SLACK_SHARE)) + _SLACK_BYTES),
             "kv_floor": pages(floor_blocks * sizes[rank]),
-            "workspace": pages(footprint.workspace + footprint.graphs),
+            "workspace": pages(int(workspace * (1 + _SLACK_SHARE)) + _SLACK_BYTES),
             "communication": pages(footprint.communication),
         }
     return GroupSizing(

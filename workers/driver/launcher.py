@@ -1,0 +1,68 @@
+"""How the ranks of a pool come to be and go. `LocalRanks` starts processes here, `RayRanks` inside a placement group."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Protocol
+
+from gateway.api.errors import YardError, invalid
+from workers.rank.config import SECRET_VARIABLE, RankConfig, rank_arguments
+
+RANK_MODULE = "workers.rank"
+
+
+class RankLauncher(Protocol):
+    """Paths of the ranks' sockets, by rank; they listen when a call returns."""
+
+    async def find(self) -> list[Path] | None:
+        """Ranks that an earlier driver started and that all still live."""
+        ...
+
+    async def start(self) -> list[Path]:
+        """End what is left of earlier ranks and start new ones. YardError says what is missing."""
+        ...
+
+    async def stop(self) -> None:
+        """The pool is deleted: end its ranks and give back what holds their place."""
+        ...
+
+
+def rank_command(config: RankConfig, ranks: int, module: str = RANK_MODULE) -> list[str]:
+    """The one command that starts all CPU ranks of a pool: one MPI world (`Connect`/`Accept` between worlds does not work)."""
+    if config.device != "cpu":
+        raise invalid(
+            f"pool `{config.pool}`: cuda pools need one rank process a bundle with an NCCL group, which this release does not "
+            "start; use device: cpu"
+        )
+    python = [sys.executable, "-m", module, *rank_arguments(config)]
+    if ranks == 1:
+        return [*python, "--rank", "0"]  # a world of one needs no launcher, and opens no port
+    return [_mpiexec(), "-n", str(ranks), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", *python]
+
+
+def rank_environment(config: RankConfig, ranks: int, base: Mapping[str, str]) -> dict[str, str]:
+    """The secret travels in the environment, which other users cannot read; a command line they can."""
+    cores = len(os.sched_getaffinity(0))
+    threads = str(max(1, cores // ranks))
+    return {
+        "OMP_NUM_THREADS": threads,
+        **base,
+        SECRET_VARIABLE: config.secret,
+        # Ranks of one node talk through shared memory; nothing of MPI's own needs a TCP port then.
+        "OMPI_MCA_btl": base.get("OMPI_MCA_btl", "self,sm"),
+    }
+
+
+def _mpiexec() -> str:
+    beside_python = Path(sys.executable).parent / "mpiexec"
+    found = str(beside_python) if beside_python.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise YardError(
+            invalid("").code,
+            f"no mpiexec beside {sys.executable} or on PATH: a pool of several cpu ranks needs the package `openmpi`",
+        )
+    return found

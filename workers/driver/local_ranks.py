@@ -1,0 +1,109 @@
+"""Ranks as child processes of this one: the same processes as in a cluster, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+from gateway.api.errors import unavailable
+from workers.driver.launcher import RANK_MODULE, rank_command, rank_environment
+from workers.rank.config import RankConfig, pid_path, socket_path
+
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 5.0
+
+
+class LocalRanks:
+    """`config.directory` holds the sockets; ranks end when the process `host_pid` (default: this one) does."""
+
+    def __init__(self, config: RankConfig, ranks: int, *, module: str = RANK_MODULE, host_pid: int | None = None) -> None:
+        self._config = replace(config, host_pids=(host_pid or os.getpid(),) * ranks)
+        self._ranks = ranks
+        self._module = module
+        self._process: asyncio.subprocess.Process | None = None
+
+    @property
+    def sockets(self) -> list[Path]:
+        return [socket_path(self._config.directory, rank) for rank in range(self._ranks)]
+
+    async def find(self) -> list[Path] | None:
+        for socket in self.sockets:
+            if not await listens(socket):
+                return None
+        return self.sockets
+
+    async def start(self) -> list[Path]:
+        await self.stop()
+        directory = self._config.directory
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        with (directory / "ranks.log").open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                *rank_command(self._config, self._ranks, self._module),
+                env=rank_environment(self._config, self._ranks, os.environ),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        await wait_listening(self.sockets, self._process, directory / "ranks.log")
+        return self.sockets
+
+    async def stop(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+            except TimeoutError:
+                with contextlib.suppress(ProcessLookupError):
+                    self._process.kill()
+                await self._process.wait()
+        self._process = None
+        end_leftovers(self._config.directory, self._ranks)
+
+
+async def listens(socket: Path) -> bool:
+    try:
+        _, writer = await asyncio.open_unix_connection(str(socket))
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+async def wait_listening(sockets: list[Path], process: asyncio.subprocess.Process, log: Path) -> None:
+    """YardError with the end of the log when the ranks do not come up."""
+    ended = asyncio.create_task(process.wait())
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not all([await listens(socket) for socket in sockets]):
+                await asyncio.wait([ended], timeout=0.05)
+                if ended.done():
+                    raise unavailable(
+                        f"the ranks ended with code {ended.result()} before they listened; {log} ends:\n{tail(log)}"
+                    )
+    except TimeoutError as error:
+        raise unavailable(f"the ranks do not listen after {START_TIMEOUT_S:.0f} s; {log} ends:\n{tail(log)}") from error
+    finally:
+        ended.cancel()
+
+
+def end_leftovers(directory: Path, ranks: int) -> None:
+    """Kill rank processes of this pool that an earlier run left, and remove their sockets."""
+    for rank in range(ranks):
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(pid_path(directory, rank).read_text())
+            if b"--directory\0" + str(directory).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+        pid_path(directory, rank).unlink(missing_ok=True)
+        socket_path(directory, rank).unlink(missing_ok=True)
+
+
+def tail(log: Path, lines: int = 15) -> str:
+    with contextlib.suppress(OSError):
+        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    return ""

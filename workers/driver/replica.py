@@ -1,0 +1,132 @@
+"""The pool driver as a Serve replica (or any other process) holds it: start, stop, health."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from gateway.api.config import PoolSpec
+from gateway.api.errors import unavailable
+from gateway.api.records import PoolRecord
+from gateway.api.runtime import Runtime
+from workers.driver.address import listen_address
+from workers.driver.canary import AnswerStore
+from workers.driver.heartbeat import Heartbeat
+from workers.driver.launcher import RankLauncher
+from workers.driver.local_ranks import LocalRanks
+from workers.driver.loop import PoolLoop
+from workers.driver.observe import group_records, rank_records
+from workers.driver.reader import CheckpointReader
+from workers.driver.server import PoolServer
+from workers.rank.config import RankConfig
+
+log = logging.getLogger(__name__)
+
+UNHEALTHY_STEP_S = 60.0
+"""Requests in flight and no step for so long is unhealthy (rule 11)."""
+STOP_GRACE_S = 20.0
+
+
+class PoolDriverReplica:
+    """One pool. `launcher` says where its ranks run; by default inside Ray when Ray is there, else as child processes."""
+
+    def __init__(self, runtime: Runtime, pool: str, spec_json: str, launcher: RankLauncher | None = None) -> None:
+        self._runtime = runtime
+        self._pool = pool
+        self._spec = PoolSpec.model_validate_json(spec_json)
+        cache_dir = Path(runtime.cache_dir)
+        self._answers = AnswerStore(runtime.redis_url, runtime.site, cache_dir)
+        self._heartbeat = Heartbeat(runtime.redis_url, runtime.site, pool, actor=f"driver/{pool}")
+        self.loop = PoolLoop(
+            pool,
+            self._spec,
+            launcher or self._default_launcher(),
+            CheckpointReader(cache_dir, self._answers),
+            self._heartbeat,
+            runtime.secret,
+        )
+        self._server = PoolServer(self.loop, self.record, runtime.secret, listen_address(runtime.bind_host))
+        self._unix_offset = time.time() - self.loop.now()
+        self._publishing: asyncio.Task[None] | None = None
+
+    @property
+    def endpoint(self) -> str:
+        return self._server.endpoint
+
+    async def start(self) -> None:
+        endpoint = await self._server.start()
+        log.info("pool %s: listening on %s", self._pool, endpoint)
+        self.loop.start()
+        self._publishing = asyncio.create_task(self._heartbeat.run(self.record), name="heartbeat")
+
+    async def stop(self, *, end_ranks: bool = False) -> None:
+        """Finish streams within the grace; ranks stay for the next driver unless `end_ranks` (the pool is deleted)."""
+        await self._server.stop(STOP_GRACE_S if self.loop.core.state.sequences else 0.5)
+        if self._publishing is not None:
+            self._publishing.cancel()
+            await asyncio.gather(self._publishing, return_exceptions=True)
+        await self._heartbeat.withdraw()
+        await self.loop.close(end_ranks=end_ranks)
+        await self._heartbeat.close()
+        await self._answers.close()
+
+    def check_health(self) -> None:
+        """YardError when the driver cannot go on by itself; Serve then starts another, which adopts the ranks."""
+        if self.loop.failure:
+            raise unavailable(f"pool `{self._pool}`: {self.loop.failure}")
+        if self._publishing is not None and self._publishing.done() and not self._publishing.cancelled():
+            raise unavailable(f"pool `{self._pool}`: its heartbeat ended: {self._publishing.exception()!r}")
+        if self.loop.stalled_s > UNHEALTHY_STEP_S:
+            raise unavailable(f"pool `{self._pool}`: requests in flight and no step for {self.loop.stalled_s:.0f} s")
+
+    def record(self) -> PoolRecord:
+        state = self.loop.core.state
+        return PoolRecord(
+            pool=self._pool,
+            endpoint=self._server.endpoint,
+            incarnation=self.loop.incarnation,
+            node=os.uname().nodename,
+            pid=os.getpid(),
+            device=state.device,
+            fence=state.fence,
+            revision=state.revision,
+            heartbeat_unix=time.time(),
+            ranks=rank_records(state, self.loop.welcomes),
+            groups=group_records(state, self._unix_offset),
+            version=self._runtime.version,
+            last_step_unix=state.last_step_at + self._unix_offset if state.last_step_at else 0.0,
+            message=state.message if state.message or state.ranks_up else "its ranks are starting",
+        )
+
+    def _default_launcher(self) -> RankLauncher:
+        config = self.rank_config(self._runtime, self._pool, self._spec)
+        if _ray_is_there():
+            from workers.driver.ray_ranks import RayRanks
+
+            return RayRanks(config, self._spec)
+        return LocalRanks(config, self._spec.devices)
+
+    @staticmethod
+    def rank_config(runtime: Runtime, pool: str, spec: PoolSpec) -> RankConfig:
+        return RankConfig(
+            pool=pool,
+            rank=0,
+            device=spec.device,
+            capacity_bytes=spec.memory or 0,
+            directory=Path(runtime.run_dir) / "pools" / pool,
+            cache_dir=Path(runtime.cache_dir),
+            grace_s=spec.rank_grace_s,
+            secret=runtime.secret,
+        )
+
+
+def _ray_is_there() -> bool:
+    try:
+        ray: Any = __import__("ray")
+    except ImportError:
+        return False
+    return bool(ray.is_initialized())

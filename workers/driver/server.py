@@ -1,0 +1,130 @@
+"""The driver's gRPC server: PoolLink for gateways, PoolControl for the controller. Every call carries the site's secret."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import msgspec
+
+from gateway.api.errors import YardError
+from gateway.api.grpc_options import SERVER_OPTIONS
+from gateway.api.proto import pool_pb2, pool_pb2_grpc
+from gateway.api.records import PoolRecord
+from gateway.api.runtime import SECRET_METADATA_KEY
+from workers.driver.loop import PoolLoop
+from workers.driver.wire import request_of, wanted_of
+
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
+
+
+class SecretInterceptor(grpc.aio.ServerInterceptor):
+    """UNAUTHENTICATED for who does not know the site's secret (rule 15)."""
+
+    def __init__(self, secret: str) -> None:
+        self._secret = secret.encode()
+
+        async def refuse(_request: object, context: grpc.aio.ServicerContext) -> None:
+            await context.abort(
+                grpc.StatusCode.UNAUTHENTICATED, f"metadata {SECRET_METADATA_KEY!r} does not hold this site's secret"
+            )
+
+        self._refuse_unary = grpc.unary_unary_rpc_method_handler(refuse)
+        self._refuse_stream = grpc.stream_stream_rpc_method_handler(refuse)
+
+    async def intercept_service(
+        self,
+        continuation: Continuation,
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler:
+        given = dict(handler_call_details.invocation_metadata).get(SECRET_METADATA_KEY, "")
+        if hmac.compare_digest(given.encode() if isinstance(given, str) else given, self._secret):
+            return await continuation(handler_call_details)
+        return self._refuse_stream if handler_call_details.method.endswith("/Link") else self._refuse_unary
+
+
+class PoolLinkService(pool_pb2_grpc.PoolLinkServicer):
+    def __init__(self, loop: PoolLoop) -> None:
+        self._loop = loop
+
+    async def Link(
+        self, request_iterator: AsyncIterator[pool_pb2.UpFrame], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pool_pb2.DownFrame]:
+        """One gateway. The stream's end, however it comes, cancels every request that came over it."""
+        link, outbox = self._loop.open_link(gateway="")
+        # The handler's own cancellation does not come in every case of a closed connection; this callback does.
+        context.add_done_callback(lambda _: self._loop.close_link(link))
+        reading = asyncio.create_task(self._read(link, request_iterator), name=f"link-{link}")
+        reading.add_done_callback(lambda _: outbox.close())
+        try:
+            while (frame := await outbox.next_frame()) is not None:
+                yield frame
+            await reading
+        finally:
+            reading.cancel()
+            self._loop.close_link(link)
+
+    async def _read(self, link: int, frames: AsyncIterator[pool_pb2.UpFrame]) -> None:
+        async for frame in frames:
+            if frame.cancels:
+                self._loop.cancel([(link, request) for request in frame.cancels])
+            if frame.submits:
+                now = self._loop.now()
+                self._loop.submit([request_of(link, submit, now) for submit in frame.submits])
+
+
+class PoolControlService(pool_pb2_grpc.PoolControlServicer):
+    def __init__(self, loop: PoolLoop, record: Callable[[], PoolRecord]) -> None:
+        self._loop = loop
+        self._record = record
+
+    async def Assign(self, request: pool_pb2.AssignRequest, context: grpc.aio.ServicerContext) -> pool_pb2.AssignResponse:
+        try:
+            wanted = [group for assignment in request.assignments for group in wanted_of(assignment)]
+            self._loop.assign(request.fence, request.revision, wanted)
+        except YardError as error:
+            await context.abort(error.grpc_status, error.message)
+        return pool_pb2.AssignResponse(fence=self._loop.core.state.fence)
+
+    async def Describe(
+        self, request: pool_pb2.DescribePoolRequest, context: grpc.aio.ServicerContext
+    ) -> pool_pb2.DescribePoolResponse:
+        del request, context
+        return pool_pb2.DescribePoolResponse(pool_json=msgspec.json.encode(self._record()).decode())
+
+    async def SetResidency(
+        self, request: pool_pb2.SetResidencyRequest, context: grpc.aio.ServicerContext
+    ) -> pool_pb2.SetResidencyResponse:
+        ready = any(group.state == "ready" for group in self._loop.core.state.of_model(request.model))
+        if request.residency != "resident" or not ready:
+            await context.abort(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"model `{request.model}` cannot become {request.residency!r}: this driver keeps assigned models resident; "
+                "set replicas: 0 to take it out of memory",
+            )
+        return pool_pb2.SetResidencyResponse(residency="resident")
+
+
+class PoolServer:
+    """Listens on a free port of `host`."""
+
+    def __init__(self, loop: PoolLoop, record: Callable[[], PoolRecord], secret: str, host: str) -> None:
+        self._host = host
+        self._server = grpc.aio.server(interceptors=[SecretInterceptor(secret)], options=SERVER_OPTIONS)
+        pool_pb2_grpc.add_PoolLinkServicer_to_server(PoolLinkService(loop), self._server)
+        pool_pb2_grpc.add_PoolControlServicer_to_server(PoolControlService(loop, record), self._server)
+        self.endpoint = ""
+
+    async def start(self) -> str:
+        """Its endpoint, host:port."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        port = self._server.add_insecure_port(f"{host}:0")
+        await self._server.start()
+        self.endpoint = f"{host}:{port}"
+        return self.endpoint
+
+    async def stop(self, grace_s: float) -> None:
+        await self._server.stop(grace_s)
