@@ -1,0 +1,23 @@
+"""How a YardError leaves a gRPC call: its status, and in the trailing metadata its field and when to try again."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+import grpc
+
+from gateway.api.errors import YardError
+
+
+async def abort(context: grpc.aio.ServicerContext, error: YardError, *, degraded: bool = False) -> NoReturn:
+    trailing: list[tuple[str, str]] = []
+    if error.field:
+        trailing.append(("modelyard-field", error.field))
+    if error.retry_after_s is not None:
+        milliseconds = str(max(0, round(error.retry_after_s * 1000)))
+        # The second is what gRPC's own retry policies look at.
+        trailing += [("retry-after-ms", milliseconds), ("grpc-retry-pushback-ms", milliseconds)]
+    if degraded:
+        trailing.append(("modelyard-degraded", "true"))
+    await context.abort(error.grpc_status, error.message, tuple(trailing))
+    raise AssertionError("abort raises")
