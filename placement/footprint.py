@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from placement.split import local_kv_heads, shard_elements, stage_layers
 from placement.types import ModelRequest, ModelShape, WeightPart
@@ -16,7 +16,7 @@ MIB = 2**20
 # Bits a matrix element takes in memory. int4: 4-bit values in groups of 32 with a 16-bit scale and zero point; int8: a scale
 # a row is below 0.1 % and left out.
 _MATRIX_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4": 5}
-_NARROW = ("int4", "int8", "fp8")  # conversion is of the layers: embeddings and head stay 16 bits wide
+_NARROW = ("int4", "int8", "fp8")  # what the layers may be narrowed to; embeddings and norms stay 16 bits wide
 # NCCL's buffers with default channels, measured by others between 100 and 400 MiB a communicator; MPI's are a few MiB.
 _COMMUNICATION_BYTES = {"cuda": 256 * MIB, "cpu": 8 * MIB}
 _GRAPH_BYTES = {"cuda": 192 * MIB, "cpu": 0}  # decode graphs share one memory pool
@@ -27,6 +27,23 @@ _GRAPH_BYTES = {"cuda": 192 * MIB, "cpu": 0}  # decode graphs share one memory p
 PAGE_BYTES = 2 * MIB
 _SLACK_BYTES = 12 * PAGE_BYTES
 _SLACK_SHARE = 0.03
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How an engine keeps what stands outside the layers."""
+
+    keeps_stored: bool  # the checkpoint's own mixture of types; else all becomes one precision
+    divides_embedding: bool
+    pads_vocabulary: bool  # to divide it; else it is divided only where that is even
+    shares_tied_head: bool  # one matrix for look-up and output where one rank has both
+    head_is_narrow: bool
+
+
+_LAYOUTS = {
+    "torch": _Layout(False, divides_embedding=False, pads_vocabulary=False, shares_tied_head=False, head_is_narrow=True),
+    "trtllm": _Layout(True, divides_embedding=True, pads_vocabulary=True, shares_tied_head=True, head_is_narrow=False),
+}
 
 
 @dataclass(frozen=True)
@@ -50,10 +67,7 @@ def group_footprint(
 ) -> tuple[RankFootprint, ...]:
     """One entry a pipeline stage (the shards of a stage are alike): ranks[stage * tensor_parallel + shard] has entry `stage`."""
     floors = kv_floor_bytes(request, tensor_parallel, pipeline_parallel)
-    weights = [
-        weight_bytes(request.shape, request.precision, tensor_parallel, pipeline_parallel, stage)
-        for stage in range(pipeline_parallel)
-    ]
+    weights = [weight_bytes(request, tensor_parallel, pipeline_parallel, stage) for stage in range(pipeline_parallel)]
     return tuple(
         RankFootprint(
             weights=weights[stage],
@@ -67,40 +81,52 @@ def group_footprint(
     )
 
 
-def weight_bytes(shape: ModelShape, precision: str, tensor_parallel: int, pipeline_parallel: int, stage: int) -> int:
-    """Weights of one rank of `stage`. Tied embeddings are held by the first and by the last stage, once where these are one."""
+def weight_bytes(request: ModelRequest, tensor_parallel: int, pipeline_parallel: int, stage: int) -> int:
+    """Weights of one rank of `stage`."""
+    shape, layout = request.shape, _LAYOUTS[request.engine]
     first, last = stage == 0, stage == pipeline_parallel - 1
     layers = stage_layers(shape.layers, pipeline_parallel, stage)
-    wanted = shape.precision if precision == "auto" else precision
     if not shape.layer_parts:
         outside = shape.embedding_bytes if first or (last and shape.tied_embeddings) else 0
         outside += shape.head_bytes if last else 0
         return -(-(sum(shape.layer_bytes[layer] for layer in layers) + outside) // tensor_parallel)
+    wanted = _wanted(request)
+    as_stored = layout.keeps_stored and shape.resident_as_stored and wanted == shape.precision
+    outside_precision = "bf16" if wanted in _NARROW else wanted
+    head_precision = wanted if layout.head_is_narrow else outside_precision
+
+    def resident(parts: Iterable[WeightPart], precision: str) -> int:
+        return _resident(shape, parts, None if as_stored else precision, tensor_parallel)
+
+    sums: dict[int, int] = {}  # most layers share one tuple of parts
     total = 0
-    cache: dict[int, int] = {}  # most layers share one tuple of parts
     for layer in layers:
         parts = shape.layer_parts[layer]
-        if id(parts) not in cache:
-            cache[id(parts)] = _resident(shape, parts, wanted, tensor_parallel)
-        total += cache[id(parts)]
-    as_stored = shape.resident_as_stored and wanted == shape.precision
-    outside = "bf16" if wanted in _NARROW and not as_stored else wanted
+        if id(parts) not in sums:
+            sums[id(parts)] = resident(parts, wanted)
+        total += sums[id(parts)]
+    tokens = [part for part in shape.embedding_parts if part.split == "vocabulary"]
     if first:
-        total += _resident(shape, shape.embedding_parts, outside, tensor_parallel)
-    elif last and shape.tied_embeddings:
-        tokens = [part for part in shape.embedding_parts if part.split == "vocabulary"]
-        total += _resident(shape, tokens, outside, tensor_parallel)
+        embedding = shape.embedding_parts
+        if not layout.divides_embedding:
+            embedding = tuple(replace(part, split="replicated") for part in embedding)
+        total += resident(embedding, outside_precision)
     if last:
-        total += _resident(shape, shape.head_parts + shape.final_parts, outside, tensor_parallel)
+        head = tokens if shape.tied_embeddings and not (first and layout.shares_tied_head) else shape.head_parts
+        if not layout.pads_vocabulary:
+            split = "hidden" if shape.vocabulary % tensor_parallel == 0 else "replicated"
+            head = [replace(part, split=split) for part in head]
+        total += resident(head, head_precision) + resident(shape.final_parts, outside_precision)
     return total
 
 
-def _resident(shape: ModelShape, parts: Iterable[WeightPart], precision: str, tensor_parallel: int) -> int:
+def _resident(shape: ModelShape, parts: Iterable[WeightPart], precision: str | None, tensor_parallel: int) -> int:
+    """`precision` None: as stored, whatever mixture of types that is."""
     total = 0
     for part in parts:
         elements = shard_elements(shape, part.split, part.elements, tensor_parallel)
-        if precision == shape.precision and shape.resident_as_stored:
-            total += elements * part.bytes // part.elements  # whatever mixture of types that is
+        if precision is None:
+            total += elements * part.bytes // part.elements
         elif part.matrix and precision in _MATRIX_BITS:
             total += -(-elements * _MATRIX_BITS[precision] // 8)
         else:
@@ -123,7 +149,8 @@ def kv_bytes(request: ModelRequest, tensor_parallel: int, pipeline_parallel: int
     kept = len(layers) * tokens
     if compact and shape.layer_windows:
         kept = sum(min(tokens, shape.layer_windows[layer] or tokens) for layer in layers)
-    return kept * elements * shape.kv_bytes_per_element
+    wide = request.engine == "torch" and _wanted(request) == "fp32"  # keys and values are what the engine computes in
+    return kept * elements * (4 if wide else shape.kv_bytes_per_element)
 
 
 def kv_floor_bytes(request: ModelRequest, tensor_parallel: int, pipeline_parallel: int) -> tuple[int, ...]:
@@ -150,7 +177,11 @@ def workspace_bytes(request: ModelRequest, tensor_parallel: int, *, last: bool) 
     wide) and gate, up and their product (`intermediate` wide).
     """
     shape = request.shape
-    width = 4 if (shape.precision if request.precision == "auto" else request.precision) == "fp32" else 2
+    width = 4 if _wanted(request) == "fp32" else 2
     per_token = 6 * shape.hidden + -(-3 * shape.intermediate // tensor_parallel)
     logits = 2 * 4 * request.concurrency * shape.vocabulary if last else 0
     return request.batch_tokens * per_token * width + logits
+
+
+def _wanted(request: ModelRequest) -> str:
+    return request.shape.precision if request.precision == "auto" else request.precision

@@ -59,6 +59,7 @@ def read_shape(
         layer_bytes=tuple(_bytes(parts) for parts in layer_parts),
         embedding_bytes=_bytes(embedding) + _bytes(final),
         head_bytes=_bytes(head),
+        kv_bytes_per_element=4 if precision == "fp32" else 2,
         layer_parts=tuple(intern.setdefault(parts, parts) for parts in layer_parts),
         embedding_parts=embedding,
         head_parts=head,

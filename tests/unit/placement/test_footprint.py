@@ -9,11 +9,16 @@ from meta_models import TINY, meta_model, shape_of, tiny
 
 from placement.footprint import group_footprint, kv_bytes, weight_bytes
 from placement.split import VOCABULARY_ALIGNMENT, tensor_parallel_problem
-from placement.types import ModelRequest
+from placement.types import ModelRequest, ModelShape
 from workers.memory.kv_layout import block_bytes, stage_layers
 
 GIB = 2**30
 SPLITS = {"q_proj": 0, "k_proj": 0, "v_proj": 0, "gate_proj": 0, "up_proj": 0, "o_proj": 1, "down_proj": 1}
+
+
+def whole(shape: ModelShape, precision: str = "auto") -> ModelRequest:
+    """For the engine that keeps a checkpoint as it is stored."""
+    return ModelRequest("m", shape, engine="trtllm", precision=precision)
 
 
 def allocated(model: torch.nn.Module) -> int:
@@ -24,9 +29,9 @@ def allocated(model: torch.nn.Module) -> int:
 def test_one_rank_holds_what_torch_allocates(family: str) -> None:
     model = tiny(family)
     shape = shape_of(model)
-    assert weight_bytes(shape, "auto", 1, 1, 0) == allocated(model)
+    assert weight_bytes(whole(shape), 1, 1, 0) == allocated(model)
     assert sum(shape.layer_bytes) + shape.embedding_bytes + shape.head_bytes == allocated(model)
-    assert weight_bytes(shape, "fp32", 1, 1, 0) == sum(4 * parameter.numel() for parameter in model.parameters())
+    assert weight_bytes(whole(shape, "fp32"), 1, 1, 0) == sum(4 * parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("family", TINY)
@@ -34,7 +39,7 @@ def test_pipeline_stages_add_up(family: str) -> None:
     """Tied embeddings are held twice: looked up by the first stage, multiplied with by the last."""
     model = tiny(family)
     shape = shape_of(model)
-    held = sum(weight_bytes(shape, "auto", 1, 3, stage) for stage in range(3))
+    held = sum(weight_bytes(whole(shape), 1, 3, stage) for stage in range(3))
     tied = sum(part.bytes for part in shape.embedding_parts if part.split == "vocabulary") if shape.tied_embeddings else 0
     assert held == allocated(model) + tied
 
@@ -70,7 +75,7 @@ def test_a_tensor_parallel_shard_is_what_torch_allocates_for_it(heads: int, kv_h
             size[SPLITS[module]] //= pieces
         piece = torch.empty(size, dtype=parameter.dtype)
         total += piece.untyped_storage().nbytes()
-    assert weight_bytes(shape_of(model), "auto", degree, 1, 0) == total
+    assert weight_bytes(whole(shape_of(model)), degree, 1, 0) == total
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,7 @@ def test_a_tensor_parallel_shard_is_what_torch_allocates_for_it(heads: int, kv_h
     ],
 )  # fmt: skip
 def test_public_totals_in_16_bits(name: str, low_gb: float, high_gb: float, config: dict) -> None:
-    assert low_gb <= weight_bytes(shape_of(meta_model(**config)), "auto", 1, 1, 0) / 1e9 <= high_gb
+    assert low_gb <= weight_bytes(whole(shape_of(meta_model(**config))), 1, 1, 0) / 1e9 <= high_gb
 
 
 @pytest.mark.parametrize(
