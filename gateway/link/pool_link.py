@@ -146,7 +146,7 @@ class PoolLink:
                 if self.retired:
                     return
                 pause_s = FIRST_BACKOFF_S if was_up else min(LONGEST_BACKOFF_S, pause_s * 2)
-                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))  # noqa: S311 - jitter, not a secret
+                await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
         finally:
             self._lose(self.reason)
 
@@ -178,7 +178,7 @@ class PoolLink:
 
     async def _read(self, call: LinkCall) -> None:
         flights = self._flights
-        while (frame := await call.read()) is not grpc.aio.EOF:
+        async for frame in call:
             for tokens in frame.tokens:
                 if (entry := flights.get(tokens.id)) is not None:
                     entry[0].push(entry[1], tokens)

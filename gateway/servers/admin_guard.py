@@ -16,7 +16,7 @@ _REFUSAL = (
     f"`{SECRET_METADATA_KEY}`; `yard` sends it when it runs on a node of the site"
 )
 
-Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]]
+Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler | None]]
 
 
 class AdminGuard(grpc.aio.ServerInterceptor):
@@ -29,7 +29,7 @@ class AdminGuard(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler:
+    ) -> grpc.RpcMethodHandler | None:
         handler = await continuation(handler_call_details)
         if not handler_call_details.method.startswith(_PREFIX) or handler is None or self._knows(handler_call_details):
             return handler

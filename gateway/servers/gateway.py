@@ -115,7 +115,7 @@ class Gateway:
         await self._links.close()
         await self._store.close()
 
-    def _spawn(self, coroutine, name: str) -> None:  # noqa: ANN001
+    def _spawn(self, coroutine, name: str) -> None:
         self._tasks.append(asyncio.create_task(coroutine, name=name))
 
     def _follow(self) -> None:

@@ -222,15 +222,14 @@ class Generation:
             news: list[ChoiceDelta] = []
             hold: Hold | None = None
             for index, event in events:
-                kind = type(event)
-                if kind is Tokens:
+                if isinstance(event, Tokens):
                     self._take(index, event, news)
-                elif kind is End:
+                elif isinstance(event, End):
                     if event.error_code or event.finish_reason == "error":
                         await self._fail(_end_error(event))
                         break
                     self._end(index, event, news)
-                elif kind is Lost:
+                elif isinstance(event, Lost):
                     await self._fail(unavailable(f"the replica was lost: {event.reason}", RETRY_AFTER_S))
                     break
                 else:

@@ -1,4 +1,4 @@
-"""How a YardError leaves a gRPC call: its status, and in the trailing metadata its field and when to try again."""
+"""How a YardError leaves a gRPC call."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from gateway.api.errors import YardError
 
 
 async def abort(context: grpc.aio.ServicerContext, error: YardError, *, degraded: bool = False) -> NoReturn:
+    """Ends the call with the error's status; the field and the time to try again are in the trailing metadata."""
     trailing: list[tuple[str, str]] = []
     if error.field:
         trailing.append(("modelyard-field", error.field))

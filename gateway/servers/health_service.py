@@ -29,7 +29,7 @@ class HealthService(HealthServicer):
     def __init__(self, path: GenerationPath, services: tuple[str, ...]) -> None:
         self._path = path
         self._services = ("", *services)
-        self._statuses: dict[str, int] = dict.fromkeys(self._services, NOT_SERVING)
+        self._statuses: dict[str, HealthCheckResponse.ServingStatus] = dict.fromkeys(self._services, NOT_SERVING)
         self.accepting = False
         self._changed = asyncio.Event()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import Awaitable, Iterable
 from typing import NoReturn, TypeVar
 
 import grpc
@@ -35,6 +35,7 @@ from gateway.api.proto.pool_pb2 import Hold
 from gateway.routing import route_table
 from gateway.servers.choice_stream import ChoiceDelta, TokenLogprob
 from gateway.servers.generation import Generation, GenerationPath
+from gateway.servers.grpc_errors import abort
 from gateway.servers.metrics import GatewayMetrics, RequestMeter
 from gateway.servers.request import GenerationRequest, Sampling, check_ids
 
@@ -172,7 +173,10 @@ class _Call:
         self.meter = RequestMeter(metrics, "grpc", request.model)
         self.generation = Generation(path, _request(request, context))
         # The handler's own cancellation comes too late, or never, for many of the calls of a connection that closes.
-        context.add_done_callback(lambda _: self.generation.close())
+        context.add_done_callback(self._left)  # pyright: ignore[reportArgumentType] - the stubs want a class of their own
+
+    def _left(self, _: object) -> None:
+        self.generation.close()
 
     async def start(self) -> Generation:
         await self.generation.start()
@@ -202,21 +206,6 @@ class _Call:
         if self._error is None and not finished:
             self._error = YardError(ErrorCode.CANCELLED, "the client left")
         self.meter.end(generation.model, generation.usage.prompt_tokens, generation.tokens, self._error)
-
-
-async def abort(context: Context, error: YardError, *, degraded: bool = False) -> NoReturn:
-    """Ends the call with the error's status; the field and the time to try again are in the trailing metadata."""
-    trailing = []
-    if error.field:
-        trailing.append(("modelyard-field", error.field))
-    if error.retry_after_s is not None:
-        milliseconds = str(int(error.retry_after_s * 1000))
-        # The second is what gRPC's own retry policies look at.
-        trailing += [("retry-after-ms", milliseconds), ("grpc-retry-pushback-ms", milliseconds)]
-    if degraded:
-        trailing.append(("modelyard-degraded", "true"))
-    await context.abort(error.grpc_status, error.message, tuple(trailing))
-    raise AssertionError("abort raises")
 
 
 async def _answered(answer: Awaitable[T], context: Context) -> T:
@@ -262,7 +251,7 @@ def _metadata(context: Context, name: str) -> str:
     return ""
 
 
-def _messages(messages: list[Message]) -> list[dict[str, str]]:
+def _messages(messages: Iterable[Message]) -> list[dict[str, str]]:
     if any(not message.role for message in messages):
         raise invalid("a message has no role: use system, user, assistant or tool", "messages.role")
     return [{"role": message.role, "content": message.content} for message in messages]

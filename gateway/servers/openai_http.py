@@ -1,5 +1,340 @@
+"""OpenAI's HTTP surface, and what a load balancer and Prometheus read."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.errors import ErrorCode, YardError, invalid
+from gateway.api.grpc_options import MAX_MESSAGE_BYTES
+from gateway.api.proto.pool_pb2 import Hold
+from gateway.routing import route_table
+from gateway.servers.choice_stream import ChoiceDelta
+from gateway.servers.generation import Generation, GenerationPath
+from gateway.servers.generation_group import GenerationGroup
+from gateway.servers.health_service import HealthService
+from gateway.servers.metrics import GatewayMetrics, RequestMeter
+from gateway.servers.openai_format import ChatFormat, CompletionFormat, error_body, usage_body
+from gateway.servers.openai_request import ApiRequest, chat_request, completion_request, parse_body
+from gateway.state.snapshot import ObjectKey
+
+log = logging.getLogger(__name__)
+
+TIMEOUT_HEADER = "x-modelyard-timeout-ms"
+MAX_REQUEST_ID_CHARACTERS = 256
+_JSON = (b"content-type", b"application/json")
+_SSE = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+
+Parse = Callable[[dict[str, Any], str, float | None, str], ApiRequest]
 
 
-def openai_app(path, metrics, health) -> Starlette:
-    return Starlette()
+def openai_app(path: GenerationPath, metrics: GatewayMetrics, health: HealthService) -> Starlette:
+    site = _SiteEndpoints(path, metrics, health)
+    chat = GenerationEndpoint(path, metrics, chat_request)
+    completions = GenerationEndpoint(path, metrics, completion_request)
+    return Starlette(
+        routes=[
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/models", site.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", site.model, methods=["GET"]),
+            Route("/health", site.health, methods=["GET"]),
+            Route("/ready", site.ready, methods=["GET"]),
+            Route("/metrics", site.metrics, methods=["GET"]),
+        ],
+        exception_handlers={HTTPException: _http_error, YardError: _yard_error},
+    )
+
+
+class _SiteEndpoints:
+    def __init__(self, path: GenerationPath, metrics: GatewayMetrics, health: HealthService) -> None:
+        self._path = path
+        self._metrics = metrics
+        self._health = health
+
+    async def models(self, request: Request) -> Response:
+        data = [self._model(route) for route in route_table.names(self._path.view)]
+        return self._json({"object": "list", "data": data})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        resolved = self._path.resolve(name)
+        route = self._path.view.resolve(resolved.route)
+        assert route is not None
+        return self._json({**self._model(route), "id": name})
+
+    async def health(self, request: Request) -> Response:
+        """Alive. Without Redis it goes on serving, so that is no reason to restart it."""
+        view = self._path.view
+        status = {"status": "degraded", "reason": view.degraded_reason} if view.degraded else {"status": "ok"}
+        return self._json({**status, "revision": view.revision})
+
+    async def ready(self, request: Request) -> Response:
+        if self._health.accepting:
+            return self._json({"status": "ready"})
+        return self._json({"status": "not ready: the site was not read yet, or this gateway is draining"}, 503)
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(generate_latest(self._metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    def _model(self, route: route_table.RouteEntry) -> dict[str, Any]:
+        stored = self._path.view.desired.objects.get(ObjectKey("Model" if route.implicit else "Route", route.name))
+        return {
+            "id": route.name,
+            "object": "model",
+            "created": int(stored.updated_unix) if stored else 0,
+            "owned_by": "modelyard",
+            "ready": any(self._path.ready(model) for model, weight in route.targets if weight > 0),
+        }
+
+    def _json(self, body: dict[str, Any], status: int = 200) -> Response:
+        headers = {"x-modelyard-degraded": "true"} if self._path.view.degraded else None
+        return JSONResponse(body, status, headers)
+
+
+class GenerationEndpoint:
+    """POST of one generating endpoint, as plain ASGI: it must see the client leave whatever it is doing."""
+
+    def __init__(self, path: GenerationPath, metrics: GatewayMetrics, parse: Parse) -> None:
+        self._path = path
+        self._metrics = metrics
+        self._parse = parse
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope)
+        request_id = headers.get("x-request-id", "")[:MAX_REQUEST_ID_CHARACTERS] or uuid.uuid4().hex
+        reply = _Reply(send, request_id, self._path)
+        try:
+            body = parse_body(await _read_body(receive))
+            request = self._parse(body, request_id, _deadline(headers), headers.get("traceparent", ""))
+        except YardError as error:
+            self._metrics.requests.labels("http", self._route_of(locals().get("body")), error.code.value).inc()
+            await reply.error(error)
+            return
+        except _ClientLeft:
+            return
+        await self._answer(request, receive, reply)
+
+    def _route_of(self, body: Any) -> str:
+        name = body.get("model") if isinstance(body, dict) else None
+        return self._metrics.route_label(name if isinstance(name, str) else "")
+
+    async def _answer(self, request: ApiRequest, receive: Receive, reply: _Reply) -> None:
+        meter = RequestMeter(self._metrics, "http", request.model)
+        group = GenerationGroup(self._path, request.generations)
+        watcher = asyncio.create_task(_close_when_left(receive, group), name="client-watch")
+        failure: YardError | None = YardError(ErrorCode.CANCELLED, "the client left")
+        try:
+            await group.start()
+            news = await group.receive()  # before the headers, so that a refusal by the pool is a status of its own
+            reply.answered_by(group.first)
+            if request.stream:
+                await self._stream(request, group, news, meter, reply)
+            else:
+                await self._whole(request, group, news, meter, reply)
+            failure = None if group.done else failure
+        except YardError as error:
+            failure = error
+            await reply.error(error)
+        finally:
+            watcher.cancel()
+            group.close()
+            meter.end(group.first.model, group.usage.prompt_tokens, group.tokens, failure)
+
+    async def _whole(self, request: ApiRequest, group: GenerationGroup, news: Any, meter: RequestMeter, reply: _Reply) -> None:
+        choices: dict[int, ChoiceDelta] = {}
+        while news is not None:
+            if not isinstance(news, Hold):
+                meter.text()
+                for delta in news:
+                    if (whole := choices.setdefault(delta.index, delta)) is not delta:
+                        whole.extend(delta)
+            news = await group.receive()
+        shape = _format(request)
+        wants_logprobs = request.generations[0].logprobs is not None
+        bodies = []
+        for index in sorted(choices):
+            delta = choices[index]
+            body = shape.whole(delta, wants_logprobs)
+            if request.echo:
+                body["text"] = await self._echo(request, group, index) + body["text"]
+            bodies.append(body)
+        head = _head(request, group.first, shape.object)
+        await reply.json({**head, "choices": bodies, "usage": usage_body(group.usage)})
+
+    async def _stream(self, request: ApiRequest, group: GenerationGroup, news: Any, meter: RequestMeter, reply: _Reply) -> None:
+        shape = _format(request)
+        head = _head(request, group.first, shape.chunk_object)
+        if request.include_usage:
+            head["usage"] = None
+        echoed = set() if request.echo else None
+        await reply.begin_stream()
+        while news is not None:
+            if isinstance(news, Hold):
+                await reply.events(f": held, about {news.estimated_wait_ms} ms: {news.reason}\n\n".encode())
+            else:
+                meter.text()
+                events = []
+                for delta in news:
+                    if echoed is not None and delta.index not in echoed:
+                        echoed.add(delta.index)
+                        delta.text = await self._echo(request, group, delta.index) + delta.text
+                    chunk = {**head, "choices": [shape.chunk(delta)]}
+                    if request.continuous_usage:
+                        chunk["usage"] = usage_body(group.usage)
+                    events.append(_event(chunk))
+                await reply.events(b"".join(events))
+            news = await group.receive()
+        last = _event({**head, "choices": [], "usage": usage_body(group.usage)}) if request.include_usage else b""
+        await reply.events(last + b"data: [DONE]\n\n", more=False)
+
+    async def _echo(self, request: ApiRequest, group: GenerationGroup, index: int) -> str:
+        prompt = request.prompts[index // request.generations[0].n]
+        if isinstance(prompt, str):
+            return prompt
+        resolved = group.first.resolved
+        assert resolved is not None
+        text = await self._path.text(resolved)
+        return text.decode(prompt, skip_special_tokens=True)
+
+
+class _ClientLeft(Exception):
+    """The connection closed before the whole body was there."""
+
+
+class _Reply:
+    """What is sent on one HTTP exchange, in the order that ASGI wants it."""
+
+    def __init__(self, send: Send, request_id: str, path: GenerationPath) -> None:
+        self._send = send
+        self._path = path
+        self._streaming = False
+        self._headers = [(b"x-request-id", request_id.encode("latin-1", "replace"))]
+
+    def answered_by(self, generation: Generation) -> None:
+        resolved = generation.resolved
+        assert resolved is not None
+        self._headers += [
+            (b"x-modelyard-model", resolved.model.encode()),
+            (b"x-modelyard-route", resolved.route.encode()),
+            (b"x-modelyard-route-generation", str(resolved.route_generation).encode()),
+        ]
+
+    async def json(self, body: dict[str, Any], status: int = 200) -> None:
+        raw = msgspec.json.encode(body)
+        await self._start(status, [_JSON, (b"content-length", str(len(raw)).encode())])
+        await self._send({"type": "http.response.body", "body": raw})
+
+    async def begin_stream(self) -> None:
+        self._streaming = True
+        await self._start(200, _SSE)
+
+    async def events(self, raw: bytes, *, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": raw, "more_body": more})
+
+    async def error(self, error: YardError) -> None:
+        """As a status, or inside a stream that has begun as an event, which OpenAI's clients raise. [DONE] does not follow it."""
+        if error.code is ErrorCode.CANCELLED and self._streaming:
+            return
+        if self._streaming:
+            await self.events(_event(error_body(error)), more=False)
+            return
+        self._headers += _retry_after(error)
+        await self.json(error_body(error), error.http_status)
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        if self._path.view.degraded:
+            self._headers.append((b"x-modelyard-degraded", b"true"))
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._headers]})
+
+
+async def _read_body(receive: Receive) -> bytes:
+    parts = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise _ClientLeft
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_MESSAGE_BYTES:
+            raise invalid(f"the body is larger than {MAX_MESSAGE_BYTES} bytes")
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
+async def _close_when_left(receive: Receive, group: GenerationGroup) -> None:
+    """rule 10: what runs is cancelled at once, also before the first token and for answers that are not streamed."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    group.close()
+
+
+def _deadline(headers: Headers) -> float | None:
+    value = headers.get(TIMEOUT_HEADER)
+    if value is None:
+        return None
+    if not value.isdigit():
+        raise invalid(f"{TIMEOUT_HEADER} must be a number of milliseconds, not {value!r}", TIMEOUT_HEADER)
+    return asyncio.get_running_loop().time() + int(value) / 1000
+
+
+def _format(request: ApiRequest) -> ChatFormat | CompletionFormat:
+    choices = len(request.generations) * request.generations[0].n
+    return ChatFormat(choices) if request.chat else CompletionFormat(choices)
+
+
+def _head(request: ApiRequest, generation: Generation, kind: str) -> dict[str, Any]:
+    prefix = ChatFormat.id_prefix if request.chat else CompletionFormat.id_prefix
+    return {
+        "id": prefix + request.request_id,
+        "object": kind,
+        "created": generation.created_unix,
+        "model": generation.model,
+        "system_fingerprint": f"{generation.model}-{generation.resolved.entry.generation}" if generation.resolved else None,
+    }
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def _retry_after(error: YardError) -> list[tuple[bytes, bytes]]:
+    if error.retry_after_s is None:
+        return []
+    return [
+        (b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()),
+        (b"retry-after-ms", str(int(error.retry_after_s * 1000)).encode()),
+    ]
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    body = {"error": {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}}
+    if error.status_code == 404:
+        body["error"]["message"] = f"no such path: {request.method} {request.url.path}"
+    return JSONResponse(body, error.status_code, error.headers)
+
+
+async def _yard_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, YardError)
+    headers = {key.decode(): value.decode() for key, value in _retry_after(error)}
+    return JSONResponse(error_body(error), error.http_status, headers)

@@ -14,6 +14,7 @@ import psutil
 
 from gateway.api.errors import ErrorCode, YardError
 
+_ALL_ADDRESSES = {"0.0.0.0", "::"}
 LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
@@ -21,11 +22,10 @@ def listen_address(bind_host: str) -> str:
     """`node` is the address by which this node reaches others; anything else is taken as it is."""
     if bind_host != "node":
         return bind_host
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        # Connecting a datagram socket sends nothing; it only chooses the outgoing interface. 192.0.2.0/24 is for documentation.
-        with contextlib.suppress(OSError):
-            probe.connect(("192.0.2.1", 9))
-            return probe.getsockname()[0]
+    # Connecting a datagram socket sends nothing; it only chooses the outgoing interface. 192.0.2.0/24 is for documentation.
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
+        probe.connect(("192.0.2.1", 9))
+        return probe.getsockname()[0]
     return socket.gethostbyname(socket.gethostname())
 
 
@@ -82,7 +82,8 @@ def shared_socket(host: str, port: int) -> socket.socket:
 def taken(host: str, port: int, cause: str) -> YardError:
     return YardError(
         ErrorCode.CONFLICT,
-        f"the gateway cannot listen on {host}:{port}: {cause}; stop what uses it, or set another port under spec.listen of the Site",
+        f"the gateway cannot listen on {host}:{port}: {cause}; stop what uses it, or set another port "
+        "under spec.listen of the Site",
     )
 
 
@@ -101,9 +102,10 @@ def _is_free(host: str, port: int) -> bool:
 
 def _check_listeners(host: str, port: int, siblings: set[int]) -> None:
     for connection in psutil.net_connections(kind="tcp"):
-        if connection.status != psutil.CONN_LISTEN or connection.laddr.port != port or connection.pid in siblings:
+        if connection.status != psutil.CONN_LISTEN or connection.pid in siblings:
             continue
-        if connection.laddr.ip not in (host, "0.0.0.0", "::") and host not in ("0.0.0.0", "::"):  # noqa: S104 - compared, not bound
+        address, taken_port = tuple(connection.laddr)
+        if taken_port != port or (address != host and not {address, host} & _ALL_ADDRESSES):
             continue
         raise taken(host, port, f"it is used by {_process(connection.pid)}")
 

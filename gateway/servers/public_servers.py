@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,16 @@ START_S = 10.0
 
 
 class _HttpServer(uvicorn.Server):
+    """`ready` is set once it listens."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Signals belong to the process that we live in."""
@@ -72,10 +83,7 @@ class PublicServers:
             self._http = _HttpServer(config)
             self._http_task = asyncio.create_task(self._http.serve(sockets=[http_socket]), name="http-server")
             async with asyncio.timeout(START_S):
-                while not self._http.started and not self._http_task.done():
-                    await asyncio.sleep(0.01)
-            if self._http_task.done():
-                self._http_task.result()
+                await self._http.ready.wait()
         except BaseException:
             await self.stop(0.0)
             raise

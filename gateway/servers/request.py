@@ -127,7 +127,7 @@ def answer_budget(request: GenerationRequest, prompt_tokens: int, max_context: i
     room = max_context - prompt_tokens
     if room < 1:
         raise invalid(
-            f"the prompt has {prompt_tokens} tokens and model `{request.model}` takes {max_context} for prompt and answer together; "
+            f"the prompt has {prompt_tokens} tokens and model `{request.model}` takes {max_context} for prompt and answer; "
             "shorten the prompt",
             name,
         )
@@ -136,8 +136,8 @@ def answer_budget(request: GenerationRequest, prompt_tokens: int, max_context: i
     if request.max_tokens > room:
         name = request.named("max_tokens")
         raise invalid(
-            f"the prompt has {prompt_tokens} tokens and {name} is {request.max_tokens}; model `{request.model}` takes {max_context} "
-            f"together, so {name} can be at most {room}",
+            f"the prompt has {prompt_tokens} tokens and {name} is {request.max_tokens}; model `{request.model}` takes "
+            f"{max_context} together, so {name} can be at most {room}",
             name,
         )
     return request.max_tokens

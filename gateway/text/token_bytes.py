@@ -12,7 +12,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The printable stand-ins that GPT-2's byte-level BPE writes bytes as: printable Latin-1 as itself, the rest from U+0100 on."""
+    """The stand-ins that GPT-2's byte-level BPE writes bytes as: printable Latin-1 as itself, the rest from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in alphabet.values())
