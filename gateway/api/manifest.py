@@ -198,6 +198,12 @@ def _describe(error: ValidationError, prefix: _Path, model: type[BaseModel], rea
         full = (*prefix, *detail["loc"])
         place = full if detail["type"] == "missing" else reader.nearest(full)[0]
         places.setdefault(place, []).append(_explain(detail, full, _fields_at(model, detail["loc"][:-1])))
+    # A list whose only item is wrong also counts as too short: the item is the cause.
+    places = {
+        place: texts
+        for place, texts in places.items()
+        if not any(len(other) > len(place) > 1 and other[: len(place)] == place for other in places)
+    }
     return [
         f"{reader.nearest(place)[1]}: {subject}: {_dotted(place)}{': ' if place else ''}{' or '.join(dict.fromkeys(texts))}"
         for place, texts in sorted(places.items(), key=lambda item: reader.nearest(item[0])[1].line)
