@@ -19,10 +19,12 @@ class Object(_message.Message):
     def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., generation: _Optional[int] = ..., manifest_json: _Optional[str] = ...) -> None: ...
 
 class ApplyRequest(_message.Message):
-    __slots__ = ("objects",)
+    __slots__ = ("objects", "force")
     OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     objects: _containers.RepeatedCompositeFieldContainer[Object]
-    def __init__(self, objects: _Optional[_Iterable[_Union[Object, _Mapping]]] = ...) -> None: ...
+    force: bool
+    def __init__(self, objects: _Optional[_Iterable[_Union[Object, _Mapping]]] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class ApplyResponse(_message.Message):
     __slots__ = ("changes", "revision")

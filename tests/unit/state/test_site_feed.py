@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from site_documents import model, route
 from valkey_server import ValkeyServer
+from watching import until
 
 from gateway.api.records import HEARTBEAT_TTL_S, Keys, PoolRecord
 from gateway.state.edits import Put
@@ -23,16 +24,10 @@ class Watched:
     def __init__(self, url: str, site: str) -> None:
         self.store = SiteStore(url, site)
         self.view = SiteView()
-        self._changed = asyncio.Event()
-        self.view.subscribe(self._changed.set)
         self._task = asyncio.create_task(SiteFeed(self.view, self.store).run())
 
     async def until(self, condition: Callable[[SiteView], bool], timeout_s: float = 20.0) -> None:
-        """Waits for the view to change until the condition holds."""
-        async with asyncio.timeout(timeout_s):
-            while not condition(self.view):
-                self._changed.clear()
-                await self._changed.wait()
+        await until(self.view, condition, timeout_s)
 
     async def apply(self, *documents: dict) -> None:
         await self.store.apply([Put(document) for document in documents], "ann")

@@ -1,0 +1,76 @@
+"""What an apply would come to: changes and placements, with nothing written."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from gateway.api.config import PoolSpec
+from gateway.api.proto.admin_pb2 import Placement
+from gateway.api.records import DesiredObject, PoolRecord, RankRecord
+from gateway.controller.decision import decide
+from gateway.controller.model_requests import Checkpoints
+from gateway.controller.situation import Decision, Desired, Observed, Placed, PoolSight
+from gateway.state.snapshot import Snapshot
+from gateway.state.view import SiteView
+from placement.types import PlacedGroup
+
+CHECKPOINT_WAIT_S = 20.0
+
+
+class Planner:
+    """Runs the controller's own decision over a site as it would be."""
+
+    def __init__(self, cache_dir: Path) -> None:
+        self._checkpoints = Checkpoints(cache_dir)
+
+    async def plan(self, after: Snapshot, pools: dict[str, PoolRecord], placed: tuple[PlacedGroup, ...]) -> list[Placement]:
+        site = SiteView()
+        site.apply_desired(after)
+        try:
+            async with asyncio.timeout(CHECKPOINT_WAIT_S):
+                models = await self._checkpoints.settle(site.models)
+        except TimeoutError:
+            models = self._checkpoints.asked(site.models)
+        sights = {name: PoolSight(record) for name, record in pools.items()}
+        for name, entry in site.desired_pools.items():
+            if name not in sights:
+                sights[name] = PoolSight(future_pool(name, entry.spec))
+        decision = decide(Desired(models, site.desired_pools), Observed(pools=sights), Placed(groups=placed))
+        return _placements(decision, {name: entry.generation for name, entry in site.models.items()}, pools)
+
+
+def future_pool(name: str, spec: PoolSpec) -> PoolRecord:
+    """A pool as it will report itself once it runs. Without `memory` its devices are not known before."""
+    devices = range(spec.devices) if spec.memory is not None else ()
+    ranks = tuple(RankRecord(index, f"(a node for {name})", 0, spec.device, spec.memory or 0) for index in devices)
+    message = "" if ranks else "its devices are known once it runs; give `memory` to plan before that"
+    return PoolRecord(name, "", "", "", 0, spec.device, 0, 0, 0.0, ranks=ranks, message=message)
+
+
+def _placements(decision: Decision, generations: dict[str, int], pools: dict[str, PoolRecord]) -> list[Placement]:
+    loaded = {(group.model, group.generation) for pool in pools.values() for group in pool.groups}
+    rows = []
+    for group in decision.groups:
+        if group in decision.plan.loads:
+            rows.append(_row(group, "load", ()))
+            continue
+        known = any(model == group.model for model, _ in loaded)
+        changes = known and (group.model, generations[group.model]) not in loaded
+        reason = "its specification changes; what cannot change in place is loaded beside it, then the old one drains"
+        rows.append(_row(group, "keep", (reason,) if changes else ()))
+    rows += [_row(group, "unload", ()) for group in decision.plan.unloads if group not in decision.groups]
+    rows += [Placement(model=model, action="none", reasons=reasons) for model, reasons in decision.unplaced.items()]
+    return rows
+
+
+def _row(group: PlacedGroup, action: str, reasons: tuple[str, ...]) -> Placement:
+    return Placement(model=group.model, pool=group.pool, ranks=group.ranks, action=action, reasons=reasons)
+
+
+def after_writes(snapshot: Snapshot, documents: dict) -> Snapshot:
+    """The snapshot with documents (by ObjectKey) stored, each with a generation of its own."""
+    objects = dict(snapshot.objects)
+    for key, document in documents.items():
+        objects[key] = DesiredObject(key.kind, key.name, snapshot.generation(key) + 1, snapshot.revision + 1, document, 0.0)
+    return Snapshot(snapshot.revision + 1, objects, snapshot.tombstones)

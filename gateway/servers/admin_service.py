@@ -1,0 +1,222 @@
+"""The admin service: what ops call, and what the `yard` command is a client of."""
+
+from __future__ import annotations
+
+import functools
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import grpc
+import msgspec
+from google.protobuf.message import Message
+
+from gateway.api.config import DESIRED_KINDS
+from gateway.api.errors import YardError, invalid, not_found
+from gateway.api.proto import admin_pb2 as pb
+from gateway.api.proto.admin_pb2_grpc import AdminServicer
+from gateway.api.records import DesiredObject, SiteStatus
+from gateway.api.runtime import Runtime
+from gateway.servers.admin_describe import describe, route_statuses
+from gateway.servers.admin_plan import Planner, after_writes
+from gateway.servers.grpc_errors import abort
+from gateway.state.connection import LOST, refused
+from gateway.state.diff import yaml_diff
+from gateway.state.edits import Put, Write, apply_edit, rollback_edit, switch_edit
+from gateway.state.history import History
+from gateway.state.placement_record import load_placement
+from gateway.state.route_gate import Readiness, gated
+from gateway.state.snapshot import ObjectKey, Observed, Snapshot
+from gateway.state.store import SiteStore
+from gateway.state.view import SiteView
+
+ACTOR_METADATA_KEY = "modelyard-actor"
+DEFAULT_EVENTS = 50
+
+Context = grpc.aio.ServicerContext
+Edit = Callable[[Snapshot], Sequence[Write]]
+Method = TypeVar("Method", bound=Callable[..., Awaitable[object]])
+
+
+def _answering(method: Method) -> Method:
+    """Turns the errors of a call into its status."""
+
+    @functools.wraps(method)
+    async def answer(self: AdminService, request: Message, context: Context) -> object:
+        try:
+            return await method(self, request, context)
+        except YardError as error:
+            await abort(context, error, degraded=self.view.degraded)
+        except LOST as error:
+            await abort(context, refused(error, "the call"), degraded=True)
+
+    return cast("Method", answer)
+
+
+class AdminService(AdminServicer):
+    """Reads come from the store, or without it from the last snapshot of this gateway (then `modelyard-degraded` is set in
+    the trailing metadata); changes are refused without it (rule 12)."""
+
+    def __init__(self, store: SiteStore, view: SiteView, runtime: Runtime) -> None:
+        self.view = view
+        self._store = store
+        self._site = runtime.site
+        self._history = History(store)
+        self._planner = Planner(Path(runtime.cache_dir))
+
+    @_answering
+    async def Apply(self, request: pb.ApplyRequest, context: Context) -> pb.ApplyResponse:
+        puts = [_put(item) for item in request.objects]
+        edit: Edit = functools.partial(apply_edit, puts=puts)
+        if not request.force:
+            edit = gated(edit, await self._readiness(), explicit=False)
+        commit = await self._store.transact(edit, _actor(context))
+        return pb.ApplyResponse(changes=[_change(write) for write in commit.writes], revision=commit.revision)
+
+    @_answering
+    async def Plan(self, request: pb.ApplyRequest, context: Context) -> pb.PlanResponse:
+        snapshot, observed = await self._read(context)
+        writes = apply_edit(snapshot, [_put(item) for item in request.objects])
+        documents = {write.key: write.document for write in writes if write.action != "unchanged"}
+        placed = await load_placement(self._store)
+        placements = await self._planner.plan(after_writes(snapshot, documents), observed.pools, placed)
+        return pb.PlanResponse(changes=[_change(write) for write in writes], placements=placements)
+
+    @_answering
+    async def Get(self, request: pb.GetRequest, context: Context) -> pb.GetResponse:
+        if request.kind:
+            _check_kind(request.kind)
+        snapshot, _ = await self._read(context)
+        found = [
+            _object(stored)
+            for key, stored in sorted(snapshot.objects.items(), key=lambda item: (DESIRED_KINDS.index(item[0].kind), item[0]))
+            if request.kind in ("", key.kind) and request.name in ("", key.name)
+        ]
+        if request.name and not found:
+            raise _missing(snapshot, request.kind, request.name)
+        return pb.GetResponse(objects=found, revision=snapshot.revision)
+
+    @_answering
+    async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
+        _check_kind(request.kind)
+        commit = await self._store.delete(request.kind, request.name, force=request.force, actor=_actor(context))
+        return pb.DeleteResponse(change=_change(commit.writes[0]))
+
+    @_answering
+    async def Describe(self, request: pb.DescribeRequest, context: Context) -> pb.DescribeResponse:
+        _check_kind(request.kind)
+        snapshot, observed = await self._read(context)
+        stored = snapshot.objects.get(ObjectKey(request.kind, request.name))
+        if stored is None:
+            raise _missing(snapshot, request.kind, request.name)
+        plain, reasons = describe(stored, snapshot, observed)
+        return pb.DescribeResponse(object=_object(stored), observed_json=json.dumps(plain), reasons=reasons)
+
+    @_answering
+    async def Status(self, request: pb.StatusRequest, context: Context) -> pb.StatusResponse:
+        snapshot, observed = await self._read(context)
+        status = SiteStatus(
+            site=self._site,
+            revision=snapshot.revision,
+            redis="degraded" if self.view.degraded else "ok",
+            pools=tuple(observed.pools[name] for name in sorted(observed.pools)),
+            gateways=tuple(observed.gateways[name] for name in sorted(observed.gateways)),
+            controller=observed.controller,
+            models=tuple(stored for key, stored in sorted(snapshot.objects.items()) if key.kind == "Model"),
+            routes=route_statuses(snapshot, observed),
+        )
+        return pb.StatusResponse(status_json=msgspec.json.encode(status).decode())
+
+    @_answering
+    async def SwitchRoute(self, request: pb.SwitchRouteRequest, context: Context) -> pb.SwitchRouteResponse:
+        edit = functools.partial(switch_edit, route=request.route, to_model=request.to_model, generation=request.generation)
+        return await self._flip(edit, context, force=request.force)
+
+    @_answering
+    async def RollbackRoute(self, request: pb.RollbackRouteRequest, context: Context) -> pb.SwitchRouteResponse:
+        return await self._flip(functools.partial(rollback_edit, route=request.route), context, force=request.force)
+
+    async def Events(self, request: pb.EventsRequest, context: Context) -> AsyncIterator[pb.Event]:
+        try:
+            async for item in self._history.read(request.last or DEFAULT_EVENTS, follow=request.follow):
+                yield pb.Event(
+                    id=item.id,
+                    time_unix=item.time_unix,
+                    kind=item.kind,
+                    subject=item.subject,
+                    message=item.message,
+                    actor=item.actor,
+                    detail_json=item.detail,
+                )
+        except LOST as error:
+            await abort(context, refused(error, "the events"), degraded=True)
+
+    async def _flip(self, edit: Edit, context: Context, *, force: bool) -> pb.SwitchRouteResponse:
+        if not force:
+            edit = gated(edit, await self._readiness(), explicit=True)
+        commit = await self._store.transact(edit, _actor(context))
+        return pb.SwitchRouteResponse(change=_change(commit.writes[0]), committed_unix=time.time())
+
+    async def _readiness(self) -> Readiness:
+        return Readiness((await self._store.observed()).pools.values())
+
+    async def _read(self, context: Context) -> tuple[Snapshot, Observed]:
+        try:
+            return await self._store.snapshot(), await self._store.observed()
+        except LOST as error:
+            if not self.view.revision:
+                raise refused(error, "the site has not been read yet") from error
+            context.set_trailing_metadata((("modelyard-degraded", "true"),))
+            view = self.view
+            return view.desired, Observed(view.pools, view.gateways, view.controller)
+
+
+def _put(item: pb.Object) -> Put:
+    try:
+        document: Any = json.loads(item.manifest_json)
+    except ValueError as error:
+        raise invalid(f"manifest_json of {item.kind}/{item.name} is not JSON: {error}", "objects.manifest_json") from error
+    if not isinstance(document, dict):
+        raise invalid(f"manifest_json of {item.kind}/{item.name} is not an object", "objects.manifest_json")
+    metadata = document.get("metadata")
+    inner = (document.get("kind"), metadata.get("name") if isinstance(metadata, dict) else None)
+    if (item.kind and item.kind != inner[0]) or (item.name and item.name != inner[1]):
+        raise invalid(
+            f"the object says {item.kind}/{item.name}, its manifest {inner[0]}/{inner[1]}; make them agree", "objects.name"
+        )
+    return Put(document, item.generation)
+
+
+def _change(write: Write) -> pb.Change:
+    before = write.before.manifest if write.before else None
+    action = {"switched": "changed", "rolled_back": "changed"}.get(write.action, write.action)
+    return pb.Change(
+        kind=write.key.kind,
+        name=write.key.name,
+        action=action,
+        generation=write.generation,
+        diff=yaml_diff(before, write.document, str(write.key)),
+    )
+
+
+def _object(stored: DesiredObject) -> pb.Object:
+    return pb.Object(kind=stored.kind, name=stored.name, generation=stored.generation, manifest_json=json.dumps(stored.manifest))
+
+
+def _missing(snapshot: Snapshot, kind: str, name: str) -> YardError:
+    known = sorted(str(key) if not kind else key.name for key in snapshot.objects if kind in ("", key.kind))
+    return not_found(f"{kind or 'object'} `{name}` does not exist; there are: {', '.join(known) or 'none'}")
+
+
+def _check_kind(kind: str) -> None:
+    if kind not in DESIRED_KINDS:
+        raise invalid(f"kind {kind!r} is not one of {', '.join(DESIRED_KINDS)}", "kind")
+
+
+def _actor(context: Context) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == ACTOR_METADATA_KEY:
+            return value.decode(errors="replace") if isinstance(value, bytes) else value
+    return f"someone at {context.peer()}"

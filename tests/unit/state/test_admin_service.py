@@ -1,0 +1,272 @@
+"""The admin service over a real gRPC server and a real Valkey."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import msgspec
+import pytest
+from site_documents import model, pool, route
+from valkey_server import ValkeyServer
+from watching import until
+
+from gateway.api.proto import admin_pb2 as pb
+from gateway.api.proto.admin_pb2_grpc import AdminStub, add_AdminServicer_to_server
+from gateway.api.records import ControllerRecord, GroupRecord, PoolRecord, RankRecord, SiteStatus
+from gateway.api.runtime import Runtime
+from gateway.servers.admin_service import AdminService
+from gateway.state.feed import SiteFeed
+from gateway.state.history import History
+from gateway.state.store import SiteStore
+from gateway.state.view import SiteView
+
+ACTOR = (("modelyard-actor", "ann"),)
+
+
+@dataclass
+class Admin:
+    stub: AdminStub
+    store: SiteStore
+    view: SiteView
+
+    async def apply(self, *documents: dict, force: bool = False) -> pb.ApplyResponse:
+        return await self.stub.Apply(pb.ApplyRequest(objects=[obj(item) for item in documents], force=force), metadata=ACTOR)
+
+    async def switch(self, to_model: str, *, generation: int = 0, force: bool = False) -> pb.SwitchRouteResponse:
+        request = pb.SwitchRouteRequest(route="chat", to_model=to_model, generation=generation, force=force)
+        return await self.stub.SwitchRoute(request, metadata=ACTOR)
+
+    async def observe(self, *groups: GroupRecord, message: str = "") -> None:
+        ranks = tuple(RankRecord(index, "node-1", 1, "cpu", 2**31) for index in range(2))
+        record = PoolRecord("p", "127.0.0.1:1", "i", "node-1", 1, "cpu", 1, 1, 0.0, ranks=ranks, groups=groups, message=message)
+        await self.store.redis.set(self.store.keys.pool("p"), msgspec.json.encode(record))
+        await self.store.redis.sadd(self.store.keys.pools, "p")
+
+    async def report(self, **unplaced: tuple[str, ...]) -> None:
+        record = ControllerRecord("controller-1", 1, 1, 0.0, unplaced=unplaced)
+        await self.store.redis.set(self.store.keys.controller, msgspec.json.encode(record))
+
+
+@pytest.fixture
+async def admin(own_valkey: ValkeyServer, site: str, tmp_path: Path) -> AsyncIterator[Admin]:
+    store, view = SiteStore(own_valkey.url, site), SiteView()
+    feed = asyncio.create_task(SiteFeed(view, store).run())
+    runtime = Runtime(site, own_valkey.url, "s", str(tmp_path), str(tmp_path), "127.0.0.1")
+    server = grpc.aio.server()
+    add_AdminServicer_to_server(AdminService(store, view, runtime), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        yield Admin(AdminStub(channel), store, view)
+    await server.stop(0)
+    feed.cancel()
+    await asyncio.gather(feed, return_exceptions=True)
+    await store.close()
+
+
+def obj(document: dict, generation: int = 0) -> pb.Object:
+    return pb.Object(
+        kind=document["kind"],
+        name=document["metadata"]["name"],
+        generation=generation,
+        manifest_json=json.dumps(document),
+    )
+
+
+def group(name: str, state: str = "ready", generation: int = 1, rank: int = 0, reason: str = "") -> GroupRecord:
+    return GroupRecord(name, generation, rank + 1, (rank,), 1, 1, state, reason)  # type: ignore[arg-type]
+
+
+async def test_apply_says_what_changed_as_a_diff(admin: Admin) -> None:
+    created = await admin.apply(pool("p"), model("m"))
+    assert [(change.action, change.generation) for change in created.changes] == [("created", 1), ("created", 1)]
+    changed = await admin.apply(pool("p"), model("m", replicas=2))
+    assert [change.action for change in changed.changes] == ["unchanged", "changed"]
+    assert "+  replicas: 2" in changed.changes[1].diff
+    assert changed.revision == 2
+    assert not changed.changes[0].diff
+
+
+async def test_get_gives_back_what_was_applied_and_a_generation_guards_the_next_write(admin: Admin) -> None:
+    await admin.apply(pool("p"), model("m"))
+    await admin.apply(model("m", replicas=2))
+    got = await admin.stub.Get(pb.GetRequest(kind="Model", name="m"))
+    assert json.loads(got.objects[0].manifest_json) == model("m", replicas=2)
+    everything = await admin.stub.Get(pb.GetRequest())
+    assert [(item.kind, item.name) for item in everything.objects] == [("Pool", "p"), ("Model", "m")]
+    with pytest.raises(grpc.aio.AioRpcError, match=r"generation 1 was given, the store has 2 .written by ann") as caught:
+        await admin.stub.Apply(pb.ApplyRequest(objects=[obj(model("m", replicas=3), generation=1)]))
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+@pytest.mark.parametrize(
+    ("request_", "method", "status", "message"),
+    [
+        (pb.GetRequest(kind="Model", name="x"), "Get", grpc.StatusCode.NOT_FOUND, "there are: m"),
+        (pb.GetRequest(kind="Modell"), "Get", grpc.StatusCode.INVALID_ARGUMENT, "not one of Pool, Model"),
+        (pb.DescribeRequest(kind="Route", name="x"), "Describe", grpc.StatusCode.NOT_FOUND, "there are: chat"),
+        (pb.DeleteRequest(kind="Model", name="m"), "Delete", grpc.StatusCode.FAILED_PRECONDITION, "named by Route/chat"),
+        (pb.ApplyRequest(objects=[pb.Object(manifest_json="{")]), "Apply", grpc.StatusCode.INVALID_ARGUMENT, "not JSON"),
+        (
+            pb.ApplyRequest(objects=[pb.Object(kind="Pool", manifest_json="{}")]),
+            "Apply",
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "agree",
+        ),
+        (pb.RollbackRouteRequest(route="chat"), "RollbackRoute", grpc.StatusCode.FAILED_PRECONDITION, "never switched"),
+        (pb.SwitchRouteRequest(route="chat", to_model="x"), "SwitchRoute", grpc.StatusCode.NOT_FOUND, "'x' does not exist"),
+    ],
+)
+async def test_errors_have_a_status_and_a_next_step(admin: Admin, request_, method: str, status, message: str) -> None:
+    await admin.apply(model("m"), route("chat", "m"))
+    with pytest.raises(grpc.aio.AioRpcError, match=message) as caught:
+        await getattr(admin.stub, method)(request_)
+    assert caught.value.code() == status
+
+
+async def test_rule_14_an_unknown_key_comes_back_with_its_field_and_the_nearest_one(admin: Admin) -> None:
+    """Rule 14, also over gRPC."""
+    with pytest.raises(grpc.aio.AioRpcError, match="did you mean 'replicas'") as caught:
+        await admin.apply(model("m", replica=2))
+    assert dict(caught.value.trailing_metadata() or ())["modelyard-field"] == "spec.replica"
+
+
+async def test_rule_8_a_route_switches_only_to_a_target_ready_at_equal_capacity(admin: Admin) -> None:
+    """Rule 8: a target that is loading is UNAVAILABLE for now, one with too few replicas FAILED_PRECONDITION, force goes."""
+    await admin.apply(model("a", replicas=2), model("b"), route("chat", "a"))
+    await admin.observe(group("a"), group("a", rank=1), group("b", "loading"))
+    with pytest.raises(
+        grpc.aio.AioRpcError, match=r"has 2 ready worker group\(s\) now and would have 0: `b`: loading in pool `p`.*raise"
+    ) as caught:
+        await admin.switch("b")
+    assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+    await admin.apply(model("b", replicas=2))
+    await admin.observe(group("a"), group("a", rank=1), group("b"), group("b", "loading", rank=1))
+    with pytest.raises(grpc.aio.AioRpcError, match="wait until it is ready, or use --force") as caught:
+        await admin.switch("b")
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+    assert "retry-after-ms" in dict(caught.value.trailing_metadata() or ())
+
+    await admin.observe(group("a"), group("a", rank=1), group("b"), group("b", rank=1))
+    switched = await admin.switch("b")
+    assert (switched.change.action, switched.change.generation) == ("changed", 2)
+    assert switched.committed_unix > 0
+    with pytest.raises(grpc.aio.AioRpcError, match="generation 1 was given, the store has 2"):
+        await admin.switch("a", generation=1)
+
+    await admin.observe(group("b"))
+    with pytest.raises(grpc.aio.AioRpcError, match="`a`: it is in no pool"):
+        await admin.stub.RollbackRoute(pb.RollbackRouteRequest(route="chat"))
+    back = await admin.stub.RollbackRoute(pb.RollbackRouteRequest(route="chat", force=True), metadata=ACTOR)
+    assert "-  - model: b" in back.change.diff
+    assert back.change.generation == 3
+
+
+async def test_rule_8_an_apply_does_not_flip_a_serving_route_to_what_is_not_ready(admin: Admin) -> None:
+    """Rule 8 holds for the route of an apply as well, and nothing else of that apply is written."""
+    await admin.apply(model("a"), model("b"), route("chat", "a"))
+    await admin.apply(route("chat", "b"))  # Nothing serves yet, so nobody loses anything.
+    await admin.apply(route("chat", "a"))
+    await admin.observe(group("a"))
+    with pytest.raises(grpc.aio.AioRpcError, match="Route/chat has 1 ready worker group"):
+        await admin.apply(model("a", replicas=2), route("chat", "b"))
+    with pytest.raises(grpc.aio.AioRpcError, match="`b`: it is in no pool"):
+        await admin.apply(route("chat", "a", "b"))
+    stored = await admin.store.get("Model", "a")
+    assert stored is not None
+    assert stored.generation == 1
+    await admin.apply(route("chat", "b"), force=True)
+
+
+async def test_describe_tells_where_a_model_is_and_why_not(admin: Admin) -> None:
+    await admin.apply(pool("p"), model("m"), route("chat", "m"))
+    told = await admin.stub.Describe(pb.DescribeRequest(kind="Model", name="m"))
+    assert "no controller is at work" in told.reasons[0]
+    await admin.report(m=("needs 2 × 14.2 GiB", "pool `p` is starting"))
+    told = await admin.stub.Describe(pb.DescribeRequest(kind="Model", name="m"))
+    assert list(told.reasons) == ["needs 2 × 14.2 GiB", "pool `p` is starting"]
+
+    await admin.report()
+    await admin.observe(group("m", "failed", generation=1, reason="file is truncated"), message="rank 1 is restarting")
+    await admin.apply(model("m", context=64))
+    told = await admin.stub.Describe(pb.DescribeRequest(kind="Model", name="m"))
+    observed = json.loads(told.observed_json)
+    assert observed["groups"][0]["pool"] == "p"
+    assert observed["groups"][0]["state"] == "failed"
+    assert observed["routes"] == ["chat"]
+    assert told.reasons[0] == "group 1 in pool `p` is failed: file is truncated"
+    assert "generation 2 is wanted" in told.reasons[1]
+
+    told = await admin.stub.Describe(pb.DescribeRequest(kind="Route", name="chat"))
+    assert json.loads(told.observed_json)["targets"] == [{"model": "m", "weight": 100, "share": 1.0, "ready_groups": 0}]
+    assert "serves nowhere: failed in pool `p` (file is truncated)" in told.reasons[0]
+    told = await admin.stub.Describe(pb.DescribeRequest(kind="Pool", name="p"))
+    assert list(told.reasons) == ["rank 1 is restarting"]
+
+
+async def test_status_is_the_site_of_this_second(admin: Admin) -> None:
+    await admin.apply(pool("p"), model("m"), model("n"), route("chat", "m", aliases=["talk"]), route("dead", "n"))
+    await admin.observe(group("m"))
+    status = msgspec.json.decode((await admin.stub.Status(pb.StatusRequest())).status_json, type=SiteStatus)
+    assert (status.revision, status.redis) == (1, "ok")
+    assert [(item.name, item.ready, item.aliases) for item in status.routes] == [("chat", True, ("talk",)), ("dead", False, ())]
+    assert [item.name for item in status.models] == ["m", "n"]
+    assert status.pools[0].groups[0].model == "m"
+    assert status.controller is None
+
+
+async def test_plan_says_why_nowhere_and_writes_nothing(admin: Admin) -> None:
+    plan = await admin.stub.Plan(pb.ApplyRequest(objects=[obj(pool("p")), obj(model("m"))]))
+    assert [change.action for change in plan.changes] == ["created", "created"]
+    assert [(item.model, item.pool, item.action) for item in plan.placements] == [("m", "", "none")]
+    assert "/models/m" in plan.placements[0].reasons[0]
+    assert await admin.store.revision() == 0
+
+
+async def test_events_merge_changes_and_observations_and_follow(admin: Admin) -> None:
+    history = History(admin.store)
+    await admin.apply(model("a"), model("b"), route("chat", "a"))
+    await history.record("model.ready", "Model/a", "in pool `p`", "driver p")
+    await admin.switch("b", force=True)
+    past = [event async for event in admin.stub.Events(pb.EventsRequest(last=3))]
+    assert [(event.kind, event.subject, event.actor) for event in past] == [
+        ("object.created", "Route/chat", "ann"),
+        ("model.ready", "Model/a", "driver p"),
+        ("route.switched", "Route/chat", "ann"),
+    ]
+    assert past[2].message == "switched: a → b, generation 1 → 2"
+    assert json.loads(past[2].detail_json) == {"revision": 2, "from": 1, "to": 2}
+    assert past[0].time_unix <= past[1].time_unix <= past[2].time_unix
+
+    call = admin.stub.Events(pb.EventsRequest(follow=True, last=1))
+    first = await call.read()
+    assert first.kind == "route.switched"
+    await history.record("rank.lost", "Pool/p", "rank 1", "driver p")
+    assert (await call.read()).kind == "rank.lost"
+    await admin.stub.Delete(pb.DeleteRequest(kind="Route", name="chat"), metadata=ACTOR)
+    assert (await call.read()).kind == "object.deleted"
+    call.cancel()
+
+
+async def test_rule_12_reads_go_on_and_changes_are_refused_without_redis(admin: Admin, own_valkey: ValkeyServer) -> None:
+    """Rule 12: marked degraded, with the last snapshot; a change is refused with a time to try again."""
+    await admin.apply(model("m"), route("chat", "m"))
+    await until(admin.view, lambda view: view.revision == 1)
+    own_valkey.stop()
+    call = admin.stub.Get(pb.GetRequest(kind="Route"))
+    assert [item.name for item in (await call).objects] == ["chat"]
+    assert dict(await call.trailing_metadata())["modelyard-degraded"] == "true"
+    await until(admin.view, lambda view: view.degraded)
+    status = msgspec.json.decode((await admin.stub.Status(pb.StatusRequest())).status_json, type=SiteStatus)
+    assert status.redis == "degraded"
+    for change in (admin.apply(model("m", replicas=2)), admin.switch("m", force=True)):
+        with pytest.raises(grpc.aio.AioRpcError, match="refused until it is back") as caught:
+            await change
+        assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+        assert int(dict(caught.value.trailing_metadata() or ())["retry-after-ms"]) > 0
