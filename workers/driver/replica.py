@@ -63,8 +63,13 @@ class PoolDriverReplica:
         self.loop.start()
         self._publishing = asyncio.create_task(self._heartbeat.run(self.record), name="heartbeat")
 
-    async def stop(self, *, end_ranks: bool = False) -> None:
-        """Finish streams within the grace; ranks stay for the next driver unless `end_ranks` (the pool is deleted)."""
+    async def stop(self, *, end_ranks: bool | None = None) -> None:
+        """Finish streams within the grace. Ranks end with the pool and stay for the next driver otherwise.
+
+        `end_ranks` None: the pool is deleted when Redis says that nobody wants it; ranks that nobody adopts end by themselves.
+        """
+        if end_ranks is None:
+            end_ranks = await self._heartbeat.pool_is_deleted()
         await self._server.stop(STOP_GRACE_S if self.loop.core.state.sequences else 0.5)
         if self._publishing is not None:
             self._publishing.cancel()

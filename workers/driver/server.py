@@ -56,7 +56,7 @@ class PoolLinkService(pool_pb2_grpc.PoolLinkServicer):
         """One gateway. The stream's end, however it comes, cancels every request that came over it."""
         link, outbox = self._loop.open_link(gateway="")
         # The handler's own cancellation does not come in every case of a closed connection; this callback does.
-        context.add_done_callback(lambda _: self._loop.close_link(link))
+        context.add_done_callback(lambda _: self._loop.close_link(link))  # pyright: ignore[reportArgumentType]
         reading = asyncio.create_task(self._read(link, request_iterator), name=f"link-{link}")
         reading.add_done_callback(lambda _: outbox.close())
         try:

@@ -62,6 +62,8 @@ class RankServer:
         self._live: dict[int, set[int]] = {}  # group -> sequences that it knows
         self._stale: dict[int, tuple[int, ...]] = {}  # group -> sequences of a driver that is gone
         self._writer: asyncio.StreamWriter | None = None
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._parent = os.getppid()
         self._driverless_since = 0.0
         self._ended: asyncio.Future[int]
 
@@ -101,12 +103,19 @@ class RankServer:
         finally:
             watch.cancel()
             server.close()
+            tasks = list(self._connections)
+            for writer in self._connections.values():
+                writer.close()
+            await asyncio.gather(*tasks, return_exceptions=True)
             path.unlink(missing_ok=True)
             pid_path(self._config.directory, self._config.rank).unlink(missing_ok=True)
 
     # ------------------------------------------------------------------ connection
 
     async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections[task] = writer
         try:
             hello = await asyncio.wait_for(_read(reader), HELLO_TIMEOUT_S)
             if not self._accept(hello):
@@ -121,6 +130,7 @@ class RankServer:
         finally:
             if self._writer is writer:
                 self._detach()
+            del self._connections[task]
             writer.close()
 
     def _accept(self, hello: Command) -> bool:
@@ -215,6 +225,9 @@ class RankServer:
             if self._writer is None and loop.time() - self._driverless_since > self._config.grace_s:
                 log.warning("rank %d: no driver for %.0f s, exiting", self._config.rank, self._config.grace_s)
                 self._end(0)
+            if os.getppid() != self._parent:
+                log.warning("rank %d: what started it is gone, exiting", self._config.rank)
+                self._end(1)
             if host is not None and not _alive(host):
                 log.warning("rank %d: host process %d is gone, exiting", self._config.rank, host)
                 self._end(1)

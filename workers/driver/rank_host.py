@@ -1,0 +1,86 @@
+"""The Ray actor that stands for one rank: it holds the rank's bundle, and lives and dies with the rank's process.
+
+The actors are detached, so that ranks outlive their driver. The one of bundle 0 starts the ranks of a cpu pool, which are one
+MPI world; each rank watches its own actor, each actor its own rank.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import ray
+
+from gateway.api.errors import unavailable
+from workers.driver.launcher import rank_command, rank_environment
+from workers.driver.local_ranks import end_leftovers, tail
+from workers.rank.config import RankConfig
+
+NAMESPACE = "modelyard"
+_POLL_S = 0.2
+
+
+def group_name(pool: str) -> str:
+    return f"modelyard-pool-{pool}"
+
+
+def host_name(pool: str, rank: int) -> str:
+    return f"modelyard-rank-{pool}-{rank}"
+
+
+class RankHost:
+    """Sync actor: calls are short, watching has a thread of its own."""
+
+    def __init__(self, pool: str, rank: int) -> None:
+        self._pool = pool
+        self._rank = rank
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log = Path(os.devnull)
+
+    def describe(self) -> dict[str, str | int]:
+        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+
+    def launch(self, config: RankConfig, ranks: int) -> None:
+        """Start all ranks of the pool on this node; the actor ends when they do."""
+        directory = config.directory
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        end_leftovers(directory, ranks)
+        self._log = directory / "ranks.log"
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                rank_command(config, ranks),
+                env=rank_environment(config, ranks, os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        threading.Thread(target=self._end_with_ranks, args=(self._process,), name="ranks", daemon=True).start()
+
+    def check(self) -> None:
+        """YardError with the end of the log when the ranks have ended."""
+        if self._process is not None and self._process.poll() is not None:
+            code = self._process.returncode
+            raise unavailable(f"the ranks of pool `{self._pool}` ended with code {code}; {self._log} ends:\n{tail(self._log)}")
+
+    def watch(self, rank_pid: int) -> None:
+        """End this actor when its rank's process does."""
+        threading.Thread(target=_end_with, args=(rank_pid,), name="rank", daemon=True).start()
+
+    def _end_with_ranks(self, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        time.sleep(5 * _POLL_S)  # long enough for a driver that waits for the start to read the reason with `check`
+        if code == 0:
+            # The ranks went by themselves: deleted, or no driver for their grace. Nobody needs their place any more.
+            ray.util.remove_placement_group(ray.util.get_placement_group(group_name(self._pool)))
+        os._exit(0)
+
+
+def _end_with(pid: int) -> None:
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(_POLL_S)
+    os._exit(0)
