@@ -46,8 +46,10 @@ def up(
     from gateway.site.site_files import DEFAULT_SITE, read_site
     from gateway.site.up import up as start
 
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _interrupt)
+    # Also where a script started us in the background, which leaves SIGINT ignored; `nohup` keeps its meaning.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _interrupt)
     listen = {"host": host, "grpc_port": grpc_port, "http_port": http_port, "dashboard_port": dashboard_port}
     files = read_site(site or DEFAULT_SITE, listen, redis, gateways)
     with Board() as board:

@@ -8,7 +8,9 @@ from gateway.site.board import Board
 from gateway.site.home import Home
 from gateway.site.processes import is_alive, members, stop
 
-_TERM_GRACE_S = 8.0
+# The raylet signs off at the head and ends its workers; without a living head it waits for it in vain.
+_RAYLET_GRACE_S = 6.0
+_TERM_GRACE_S = 3.0
 
 
 def down(home: Home, board: Board) -> state.SiteState | None:
@@ -40,7 +42,9 @@ def stop_processes(home: Home, found: state.SiteState) -> None:
     """Ends Ray, then Valkey (so that its append-only file is whole), and removes the state file once nothing is left."""
     if found.boot_id == state.boot_id():
         leaders = found.sessions
-        left = stop([leaders["ray"]], None, _TERM_GRACE_S) if "ray" in leaders else []
+        left = (
+            stop([leaders["ray"]], None, _TERM_GRACE_S, first="raylet", first_grace_s=_RAYLET_GRACE_S) if "ray" in leaders else []
+        )
         if "valkey" in leaders:
             valkey.shut_down(found.valkey_port, home.secrets().valkey)
         left += stop(list(leaders.values()), home.run_dir, _TERM_GRACE_S)

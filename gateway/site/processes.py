@@ -66,12 +66,19 @@ def members(leaders: Collection[Mark], run_dir: Path | None = None) -> list[psut
     return [process for process in found.values() if not _is_zombie(process)]
 
 
-def stop(leaders: Collection[Mark], run_dir: Path | None, grace_s: float) -> list[psutil.Process]:
-    """Asks every member to end, and kills after `grace_s`. Returns those that are still there, normally none."""
-    first = members(leaders, run_dir)
-    for process in first:
-        _signal(process, terminate=True)
-    psutil.wait_procs(first, timeout=grace_s)
+def stop(
+    leaders: Collection[Mark], run_dir: Path | None, grace_s: float, first: str = "", first_grace_s: float = 0.0
+) -> list[psutil.Process]:
+    """Asks every member to end, and kills after `grace_s`. Returns those that are still there, normally none.
+
+    Members named `first` are asked before the others, which they may need for their own end.
+    """
+    found = members(leaders, run_dir)
+    leading = [process for process in found if _name(process) == first]
+    for group, wait_s in ((leading, first_grace_s), (found, grace_s)):
+        for process in group:
+            _signal(process, terminate=True)
+        psutil.wait_procs(group, timeout=wait_s)
     for _ in range(3):
         left = members(leaders, run_dir)
         if not left:
@@ -97,6 +104,13 @@ def _own_processes() -> Iterator[psutil.Process]:
                 yield process
         except psutil.Error:
             continue
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
 
 
 def _is_zombie(process: psutil.Process) -> bool:
