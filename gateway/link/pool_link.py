@@ -214,7 +214,8 @@ class PoolLink:
         for flight in flights:
             flight.push(-1, Lost(reason))
         if was_up:
-            log.warning("link lost with %d requests in flight: %s", len(flights), reason)
+            level = logging.INFO if self.retired and not flights else logging.WARNING
+            log.log(level, "link lost with %d requests in flight: %s", len(flights), reason)
         self._on_change()
 
 

@@ -63,6 +63,7 @@ class ScriptedPool(PoolLinkServicer):
         self.gateways: list[str] = []
         self.script: Callable[[SubmittedSequence], None] | None = None
         self.frames_up = 0
+        self.sequences: list[SubmittedSequence] = []
         self._links: set[_Link] = set()
         self._submitted: asyncio.Queue[SubmittedSequence] = asyncio.Queue()
         self._server: grpc.aio.Server | None = None
@@ -155,6 +156,7 @@ class ScriptedPool(PoolLinkServicer):
             for submit in frame.submits:
                 sequence = SubmittedSequence(link, submit)
                 link.sequences[submit.id] = sequence
+                self.sequences.append(sequence)
                 if self.script is not None:
                     self.script(sequence)
                 else:
