@@ -13,6 +13,7 @@ from ray.serve import Application
 
 from gateway.api.config import PoolSpec
 from gateway.api.runtime import Runtime
+from gateway.controller.pool_digest import deployment_name
 
 GATEWAY_APP = "gateway"
 CONTROLLER_APP = "controller"
@@ -102,5 +103,8 @@ def controller_app(runtime: Runtime) -> Application:
 
 
 def pool_app(runtime: Runtime, pool: str, spec: PoolSpec) -> Application:
-    """The driver of one pool. Deploy it as `pool_app_name(pool)` with `route_prefix=None`."""
-    return PoolDriver.bind(runtime, pool, spec.model_dump_json())
+    """The driver of one pool. Deploy it as `pool_app_name(pool)` with `route_prefix=None`.
+
+    The deployment's name carries a digest of `spec`, by which the controller sees in Serve what a pool runs with.
+    """
+    return PoolDriver.options(name=deployment_name(spec)).bind(runtime, pool, spec.model_dump_json())

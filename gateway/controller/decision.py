@@ -20,7 +20,7 @@ from dataclasses import replace
 
 from gateway.api.proto.pool_pb2 import Assignment, Group
 from gateway.controller.model_requests import AskedModel
-from gateway.controller.pool_digest import deployment_name
+from gateway.controller.pool_digest import runs
 from gateway.controller.situation import (
     Action,
     AppSight,
@@ -53,7 +53,7 @@ def decide(desired: Desired, observed: Observed, placed: Placed) -> Decision:
     """See the page above. Must not log, wait or read a clock."""
     # 1.
     open_pools = {name: entry for name, entry in desired.pools.items() if not _must_close(entry, observed.apps.get(name))}
-    known = adopted(placed.groups, observed, desired)
+    known = adopted(observed, desired) if placed.groups is None else placed.groups
     # 2.
     held = [group for group in known if _held(group, desired, open_pools, observed)]
     # 3.
@@ -108,13 +108,10 @@ def snapshot_of(
     return Snapshot(tuple(devices), tuple(requests), tuple(_resized(group, asked_for, kinds) for group in placed))
 
 
-def adopted(stored: tuple[PlacedGroup, ...], observed: Observed, desired: Desired) -> tuple[PlacedGroup, ...]:
-    """The stored placement; for a pool of which the store knows nothing (it was flushed), what the pool says it holds."""
-    known_pools = {group.pool for group in stored}
-    found = set(stored)
+def adopted(observed: Observed, desired: Desired) -> tuple[PlacedGroup, ...]:
+    """What the pools say they hold: the placement, when none is stored."""
+    found = set()
     for name, sight in observed.pools.items():
-        if name in known_pools:
-            continue
         for group in sight.record.groups:
             asked = desired.models.get(group.model)
             if asked is None or asked.request is None or group.state == "draining":
@@ -147,7 +144,7 @@ def pool_troubles(desired: Desired, observed: Observed) -> dict[str, str]:
 
 
 def _must_close(entry: PoolEntry | None, app: AppSight | None) -> bool:
-    return entry is None or (app is not None and app.deployment != deployment_name(entry.spec))
+    return entry is None or (app is not None and not runs(app.deployment, entry.spec))
 
 
 def _held(group: PlacedGroup, desired: Desired, open_pools: Mapping[str, PoolEntry], observed: Observed) -> bool:
@@ -218,8 +215,8 @@ def _app_actions(
                 yield DeployPool(name)
             elif name in observed.devices_held:
                 yield ReleaseDevices(name)
-        elif app.status == "DELETING":
-            continue
+        elif app.status == "DELETING" or (name not in desired.pools and not app.deployment):
+            continue  # Going already, or not an application of ours.
         elif name in open_pools:
             if app.status == "DEPLOY_FAILED" and app.age_s >= REDEPLOY_S:
                 yield DeployPool(name)

@@ -19,8 +19,8 @@ class Unreachable(Exception):
 
 
 class Effects(Protocol):
-    async def placement(self) -> tuple[PlacedGroup, ...]:
-        """The stored placement; empty when there is none."""
+    async def placement(self) -> tuple[PlacedGroup, ...] | None:
+        """The stored placement; None when there is none."""
         ...
 
     async def save_placement(self, groups: tuple[PlacedGroup, ...]) -> bool:

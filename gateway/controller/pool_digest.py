@@ -16,3 +16,8 @@ def deployment_name(spec: PoolSpec) -> str:
 
 def is_deployment_name(name: str) -> bool:
     return name.startswith(_PREFIX)
+
+
+def runs(deployment: str, spec: PoolSpec) -> bool:
+    """Whether an application with this deployment runs with the specification. Serve may not list it yet: then it may."""
+    return deployment in ("", deployment_name(spec))

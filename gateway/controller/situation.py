@@ -57,9 +57,9 @@ class Ack:
 
 @dataclass(frozen=True)
 class Placed:
-    """What was decided before."""
+    """What was decided before. `groups` is None when no placement is stored (a new site, or a store that was flushed)."""
 
-    groups: tuple[PlacedGroup, ...] = ()
+    groups: tuple[PlacedGroup, ...] | None = None
     unplaced: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     acks: Mapping[str, Ack] = field(default_factory=dict)
     fence: int = 0

@@ -24,7 +24,9 @@ class Planner:
     def __init__(self, cache_dir: Path) -> None:
         self._checkpoints = Checkpoints(cache_dir)
 
-    async def plan(self, after: Snapshot, pools: dict[str, PoolRecord], placed: tuple[PlacedGroup, ...]) -> list[Placement]:
+    async def plan(
+        self, after: Snapshot, pools: dict[str, PoolRecord], placed: tuple[PlacedGroup, ...] | None
+    ) -> list[Placement]:
         site = SiteView()
         site.apply_desired(after)
         try:

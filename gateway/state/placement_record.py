@@ -9,10 +9,10 @@ from gateway.state.store import SiteStore
 from placement.types import PlacedGroup
 
 
-async def load_placement(store: SiteStore) -> tuple[PlacedGroup, ...]:
-    """Empty when there is none."""
+async def load_placement(store: SiteStore) -> tuple[PlacedGroup, ...] | None:
+    """None when there is none."""
     raw = await store.redis.get(store.keys.placement)
-    return msgspec.json.decode(raw, type=tuple[PlacedGroup, ...]) if raw else ()
+    return msgspec.json.decode(raw, type=tuple[PlacedGroup, ...]) if raw else None
 
 
 async def save_placement(store: SiteStore, lease: Lease, groups: tuple[PlacedGroup, ...]) -> bool:

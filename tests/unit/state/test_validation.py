@@ -34,7 +34,7 @@ SITE = snapshot_of(pool("p"), model("m"), model("n"), route("chat", "m", aliases
         ([route("r", "ghost")], "Route/r: spec.targets", "Model 'ghost' does not exist; apply Model/ghost .* one of: m, n"),
         ([model("x", pools=["q"])], "Model/x: spec.pools", "Pool 'q' does not exist; .* one of: p"),
         ([tenant("t", routes=["nowhere"])], "Tenant/t: spec.routes", "Route 'nowhere' does not exist"),
-        ([model("x", replica=2)], "spec.replica", "unknown key 'replica' .*did you mean 'replicas'"),
+        ([model("x", replica=2)], "spec.replica", "unknown key.*did you mean 'replicas'"),
     ],
 )
 def test_rule_14_each_error_names_its_field_and_the_fix(documents: list[dict], field: str, message: str) -> None:
