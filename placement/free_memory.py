@@ -14,12 +14,14 @@ from placement.types import Device
 DomainKey = tuple[str, str, str]  # pool, node, NVLink domain
 
 
-@dataclass
+@dataclass(eq=False)
 class Domain:
     key: DomainKey
     kind: str
-    # (free bytes, -rank), ascending: of equal ones the lowest rank comes last and is taken first by `most`.
+    index: int = 0  # position among all domains by key: breaks ties
+    # (free bytes, -rank), ascending: of equal ones the lowest rank comes last, where the most free ones are taken from.
     free: list[tuple[int, int]] = field(default_factory=list)
+    used: set[int] = field(default_factory=set)  # ranks with reservations
 
     def fitting(self, need_bytes: int) -> int:
         """How many devices have so much free."""
@@ -30,49 +32,101 @@ class FreeMemory:
     """Reservations change it; nothing else does. Cordoned and unhealthy devices are not in it."""
 
     def __init__(self, devices: Iterable[Device]) -> None:
-        self._domain_of: dict[tuple[str, int], Domain] = {}
         self._free: dict[tuple[str, int], int] = {}
-        self.domains: dict[DomainKey, Domain] = {}
+        self._domain_of: dict[tuple[str, int], Domain] = {}
+        self._groups: dict[tuple[str, int], int] = {}  # reservations by device
+        domains: dict[DomainKey, Domain] = {}
         for device in devices:
             if not device.healthy or device.cordoned:
                 continue
             key = (device.pool, device.node, device.nvlink_domain)
-            domain = self.domains.setdefault(key, Domain(key, device.kind))
-            self._domain_of[device.pool, device.rank] = domain
-            free = max(0, device.capacity_bytes - device.foreign_bytes)
-            self._free[device.pool, device.rank] = free
-            domain.free.append((free, -device.rank))
+            domain = domains.get(key)
+            if domain is None:
+                domain = domains[key] = Domain(key, device.kind)
+            place = (device.pool, device.rank)
+            self._domain_of[place] = domain
+            self._free[place] = max(0, device.capacity_bytes - device.foreign_bytes)
+            domain.free.append((self._free[place], -device.rank))
         self.pools: dict[str, list[Domain]] = {}
-        for key in sorted(self.domains):
-            domain = self.domains[key]
+        self.domains = [domains[key] for key in sorted(domains)]
+        for index, domain in enumerate(self.domains):
+            domain.index = index
             domain.free.sort()
-            self.pools.setdefault(key[0], []).append(domain)
+            self.pools.setdefault(domain.key[0], []).append(domain)
+        self._stale: set[Domain] = set()  # whose lists are behind `_free`
+        # (kind, degree) -> the degree-th largest free amount of every domain that has so many devices, with -index
+        self._ranking: dict[tuple[str, int], list[tuple[int, int]]] = {}
+        self._ranked: dict[tuple[str, int], list[int]] = {}  # the amount under which each domain is listed there
 
     def of(self, pool: str, rank: int) -> int | None:
         """Free bytes of a device; None when it takes no new ranks."""
         return self._free.get((pool, rank))
 
-    def add(self, pool: str, rank: int, delta_bytes: int) -> None:
-        """Positive: give back; negative: reserve. The caller has checked that it fits."""
-        device = (pool, rank)
-        domain, before = self._domain_of[device], self._free[device]
-        if before + delta_bytes < 0:
-            raise ValueError(f"rank {rank} of pool {pool}: {-delta_bytes} bytes reserved, {before} are free")
-        del domain.free[bisect_left(domain.free, (before, -rank))]
-        insort(domain.free, (before + delta_bytes, -rank))
-        self._free[device] = before + delta_bytes
+    def domain(self, pool: str, rank: int) -> Domain | None:
+        return self._domain_of.get((pool, rank))
 
     def reserve(self, pool: str, ranks: Iterable[int], sizes: Iterable[int]) -> bool:
         """All or none: False, and nothing changed, when one of the devices has too little."""
         wanted = list(zip(ranks, sizes, strict=True))
-        if any((self._free.get((pool, rank)) or 0) < size for rank, size in wanted):
+        if any(self._free.get((pool, rank), -1) < size for rank, size in wanted):
             return False
         for rank, size in wanted:
-            self.add(pool, rank, -size)
+            self._change((pool, rank), -size, 1)
         return True
+
+    def release(self, pool: str, ranks: Iterable[int], sizes: Iterable[int]) -> None:
+        """Give back what was reserved."""
+        for rank, size in zip(ranks, sizes, strict=True):
+            self._change((pool, rank), size, -1)
+
+    def _change(self, place: tuple[str, int], delta_bytes: int, groups: int) -> None:
+        self._free[place] += delta_bytes
+        count = self._groups[place] = self._groups.get(place, 0) + groups
+        domain = self._domain_of[place]
+        if count:
+            domain.used.add(place[1])
+        else:
+            domain.used.discard(place[1])
+        self._stale.add(domain)
+
+    def settle(self) -> None:
+        """Bring the ordered lists up to date; whoever reads them calls it first."""
+        for domain in self._stale:
+            pool = domain.key[0]
+            domain.free = sorted((self._free[pool, -rank], rank) for _, rank in domain.free)
+            for key, ranking in self._ranking.items():
+                if key[0] == domain.kind and len(domain.free) >= key[1]:
+                    listed = self._ranked[key]
+                    amount = domain.free[-key[1]][0]
+                    if amount != listed[domain.index]:
+                        del ranking[bisect_left(ranking, (listed[domain.index], -domain.index))]
+                        insort(ranking, (amount, -domain.index))
+                        listed[domain.index] = amount
+        self._stale.clear()
+
+    def ranking(self, kind: str, degree: int) -> list[tuple[int, int]]:
+        """Ascending (bytes that `degree` devices of the domain have free each, -domain index) of all domains of a kind."""
+        self.settle()
+        key = (kind, degree)
+        if key not in self._ranking:
+            listed = [0] * len(self.domains)
+            for domain in self.domains:
+                if domain.kind == kind and len(domain.free) >= degree:
+                    listed[domain.index] = domain.free[-degree][0]
+            self._ranked[key] = listed
+            self._ranking[key] = sorted(
+                (listed[domain.index], -domain.index)
+                for domain in self.domains
+                if domain.kind == kind and len(domain.free) >= degree
+            )
+        return self._ranking[key]
 
     def devices(self, pool: str) -> Iterator[tuple[int, int, Domain]]:
         """(rank, free bytes, domain) of a pool's devices."""
+        self.settle()
         for domain in self.pools.get(pool, ()):
             for free, negative_rank in domain.free:
                 yield -negative_rank, free, domain
+
+    def used_devices(self) -> int:
+        return sum(len(domain.used) for domain in self.domains)

