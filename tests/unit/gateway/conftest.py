@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import tokenizer_files
-from house import House
+from lone_gateway import LoneGateway
 from scripted_pool import ScriptedPool
 
 
@@ -30,20 +30,20 @@ async def pool() -> ScriptedPool:
 
 
 @pytest.fixture
-async def house(tmp_path: Path, byte_level: Path, pool: ScriptedPool) -> AsyncIterator[House]:
+async def lone(tmp_path: Path, byte_level: Path, pool: ScriptedPool) -> AsyncIterator[LoneGateway]:
     """One gateway, one pool `a`, one model `m` with byte-level tokens."""
-    house = House(tmp_path, {"m": byte_level})
+    lone = LoneGateway(tmp_path, {"m": byte_level})
     try:
-        yield await house.start(pool)
+        yield await lone.start(pool)
     finally:
-        await house.stop()
+        await lone.stop()
 
 
 @pytest.fixture
-async def other(house: House) -> ScriptedPool:
+async def other(lone: LoneGateway) -> ScriptedPool:
     """A second pool with the same model."""
     other = ScriptedPool("b", ["m"])
     await other.start()
-    house.observe(other)
-    await house.wait_up("b")
+    lone.observe(other)
+    await lone.wait_up("b")
     return other

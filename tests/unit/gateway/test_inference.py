@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_tools import protoc
-from house import House, ids_of
+from lone_gateway import LoneGateway, ids_of
 from scripted_pool import ScriptedPool, SubmittedSequence
 
 from gateway.api.proto import inference_pb2 as pb
@@ -45,10 +45,10 @@ def trailing(error: grpc.aio.AioRpcError) -> dict[str, str]:
 # ---------------------------------------------------------------- answers
 
 
-async def test_a_whole_answer(house: House, pool: ScriptedPool, byte_level: Path) -> None:
+async def test_a_whole_answer(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
     ids = ids_of(byte_level, ANSWER)
     pool.script = lambda sequence: sequence.end("length", tokens=ids, completion_tokens=len(ids), cached_tokens=2)
-    call = house.inference.Generate(request(max_tokens=64, request_id="mine"), timeout=10)
+    call = lone.inference.Generate(request(max_tokens=64, request_id="mine"), timeout=10)
     response = await call
     assert response.choices[0].text == ANSWER
     assert response.choices[0].finish_reason == FINISH.FINISH_REASON_LENGTH
@@ -61,12 +61,12 @@ async def test_a_whole_answer(house: House, pool: ScriptedPool, byte_level: Path
     assert "modelyard-degraded" not in metadata
 
 
-async def test_what_the_pool_is_sent(house: House, pool: ScriptedPool) -> None:
-    text = house.library.loaded("m")
+async def test_what_the_pool_is_sent(lone: LoneGateway, pool: ScriptedPool) -> None:
+    text = lone.library.loaded("m")
     assert text is not None
     text.defaults.update(temperature=0.6, top_k=40)
     sampling = pb.Sampling(top_p=0.5, seed=2**64 - 1)
-    call = house.inference.Generate(request(n=2, max_tokens=9, sampling=sampling, stop_token_ids=[7], logprobs=3), timeout=30)
+    call = lone.inference.Generate(request(n=2, max_tokens=9, sampling=sampling, stop_token_ids=[7], logprobs=3), timeout=30)
     call = asyncio.ensure_future(call)
     first, second = (await pool.next()).submit, (await pool.next()).submit
     assert first.model == "m"
@@ -80,11 +80,11 @@ async def test_what_the_pool_is_sent(house: House, pool: ScriptedPool) -> None:
     call.cancel()
 
 
-async def test_a_stream(house: House, pool: ScriptedPool, byte_level: Path) -> None:
+async def test_a_stream(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
     """rule 17: no chunk has half a character, and the last has the usage."""
     ids = ids_of(byte_level, ANSWER)
     one_by_one(pool, ids, "stop", stop_token_id=2)
-    chunks = [chunk async for chunk in house.inference.GenerateStream(request(return_token_ids=True), timeout=10)]
+    chunks = [chunk async for chunk in lone.inference.GenerateStream(request(return_token_ids=True), timeout=10)]
     texts = [choice.text for chunk in chunks for choice in chunk.choices]
     assert "".join(texts) == ANSWER
     assert not any("\ufffd" in text for text in texts)
@@ -95,9 +95,9 @@ async def test_a_stream(house: House, pool: ScriptedPool, byte_level: Path) -> N
     assert not any(chunk.HasField("usage") for chunk in chunks[:-1])
 
 
-async def test_chat_goes_through_the_template(house: House, pool: ScriptedPool, byte_level: Path) -> None:
+async def test_chat_goes_through_the_template(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
     call = pb.ChatRequest(model="m", messages=[pb.Message(role="user", content="Hello")])
-    answer = asyncio.ensure_future(house.inference.Chat(call, timeout=10))
+    answer = asyncio.ensure_future(lone.inference.Chat(call, timeout=10))
     sequence = await pool.next()
     assert list(sequence.submit.prompt_ids) == ids_of(byte_level, "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
     assert sequence.submit.max_tokens == 256 - len(sequence.submit.prompt_ids)
@@ -105,8 +105,8 @@ async def test_chat_goes_through_the_template(house: House, pool: ScriptedPool, 
     assert (await answer).choices[0].text == "world"
 
 
-async def test_several_choices_are_merged(house: House, pool: ScriptedPool, byte_level: Path) -> None:
-    stream = house.inference.GenerateStream(request(n=3), timeout=10)
+async def test_several_choices_are_merged(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
+    stream = lone.inference.GenerateStream(request(n=3), timeout=10)
     sequences = [await pool.next() for _ in range(3)]
     for sequence, text in zip(reversed(sequences), ("three", "two", "one"), strict=True):
         sequence.tokens(ids_of(byte_level, text))
@@ -123,10 +123,10 @@ async def test_several_choices_are_merged(house: House, pool: ScriptedPool, byte
     assert usages[0].prompt_tokens == len(ids_of(byte_level, "The capital of France is"))
 
 
-async def test_a_stop_string_across_tokens(house: House, pool: ScriptedPool, byte_level: Path) -> None:
+async def test_a_stop_string_across_tokens(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
     """rule 17: no part of a stop string comes out; the sequence is stopped in the pool; usage counts what was generated."""
     ids = ids_of(byte_level, "one two ST") + ids_of(byte_level, "OP three")
-    stream = house.inference.GenerateStream(request(stop=["STOP", "never"], return_token_ids=True), timeout=10)
+    stream = lone.inference.GenerateStream(request(stop=["STOP", "never"], return_token_ids=True), timeout=10)
     sequence = await pool.next()
     for token in ids:
         sequence.tokens([token])
@@ -142,24 +142,24 @@ async def test_a_stop_string_across_tokens(house: House, pool: ScriptedPool, byt
         await sequence.cancelled.wait()
 
 
-async def test_an_almost_stop_string_is_not_lost(house: House, pool: ScriptedPool, byte_level: Path) -> None:
+async def test_an_almost_stop_string_is_not_lost(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
     one_by_one(pool, ids_of(byte_level, "one STO"))
-    response = await house.inference.Generate(request(stop=["STOP"]), timeout=10)
+    response = await lone.inference.Generate(request(stop=["STOP"]), timeout=10)
     assert response.choices[0].text == "one STO"
 
 
-async def test_stop_tokens_are_no_text(house: House, pool: ScriptedPool, byte_level: Path) -> None:
+async def test_stop_tokens_are_no_text(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
     """Whether or not the engine sends the token that ended it."""
     ids = ids_of(byte_level, "one")
     stop = ids_of(byte_level, ".")[0]
     for sent in (ids, [*ids, stop]):
         one_by_one(pool, sent, "stop", stop_token_id=stop)
-        response = await house.inference.Generate(request(stop_token_ids=[stop], return_token_ids=True), timeout=10)
+        response = await lone.inference.Generate(request(stop_token_ids=[stop], return_token_ids=True), timeout=10)
         choice = response.choices[0]
         assert (choice.text, choice.stop_reason, list(choice.token_ids)) == ("one", str(stop), ids)
 
 
-async def test_logprobs(house: House, pool: ScriptedPool, byte_level: Path) -> None:
+async def test_logprobs(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
     ids = ids_of(byte_level, "é😀")
     logprobs = [Logprob(logprob=-0.5, alternative_ids=[token, 9], alternative_logprobs=[-0.5, -3.0]) for token in ids]
 
@@ -169,7 +169,7 @@ async def test_logprobs(house: House, pool: ScriptedPool, byte_level: Path) -> N
         sequence.end("length")
 
     pool.script = answer
-    response = await house.inference.Generate(request(logprobs=2), timeout=10)
+    response = await lone.inference.Generate(request(logprobs=2), timeout=10)
     given = response.choices[0].logprobs
     assert [entry.token_id for entry in given] == ids
     assert b"".join(entry.raw for entry in given).decode() == "é😀"
@@ -177,22 +177,22 @@ async def test_logprobs(house: House, pool: ScriptedPool, byte_level: Path) -> N
     assert list(response.choices[0].token_ids) == []  # not asked for
 
 
-async def test_prompt_ids_and_tokenize(house: House, pool: ScriptedPool, byte_level: Path) -> None:
-    tokenized = await house.inference.Tokenize(pb.TokenizeRequest(model="m", text="The capital 😀"), timeout=10)
+async def test_prompt_ids_and_tokenize(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
+    tokenized = await lone.inference.Tokenize(pb.TokenizeRequest(model="m", text="The capital 😀"), timeout=10)
     assert list(tokenized.ids) == ids_of(byte_level, "The capital 😀")
     assert len(tokenized.tokens) == len(tokenized.ids)
     assert tokenized.max_context == 256
-    answer = asyncio.ensure_future(house.inference.Generate(request(prompt_ids=pb.TokenIds(ids=tokenized.ids)), timeout=10))
+    answer = asyncio.ensure_future(lone.inference.Generate(request(prompt_ids=pb.TokenIds(ids=tokenized.ids)), timeout=10))
     sequence = await pool.next()
     assert list(sequence.submit.prompt_ids) == list(tokenized.ids)
     sequence.end("length")
     await answer
-    text = await house.inference.Detokenize(pb.DetokenizeRequest(model="m", ids=tokenized.ids), timeout=10)
+    text = await lone.inference.Detokenize(pb.DetokenizeRequest(model="m", ids=tokenized.ids), timeout=10)
     assert text.text == "The capital 😀"
 
 
-async def test_held_requests_say_so(house: House, pool: ScriptedPool, byte_level: Path) -> None:
-    stream = house.inference.GenerateStream(request(), timeout=10)
+async def test_held_requests_say_so(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
+    stream = lone.inference.GenerateStream(request(), timeout=10)
     sequence = await pool.next()
     sequence.hold("m is being woken", 120)
     chunks = aiter(stream)
@@ -202,9 +202,9 @@ async def test_held_requests_say_so(house: House, pool: ScriptedPool, byte_level
     assert (await anext(chunks)).choices[0].text == "yes"
 
 
-async def test_list_models(house: House) -> None:
-    house.put("Route", "chat", {"targets": [{"model": "m"}]})
-    models = (await house.inference.ListModels(pb.ListModelsRequest(), timeout=10)).models
+async def test_list_models(lone: LoneGateway) -> None:
+    lone.put("Route", "chat", {"targets": [{"model": "m"}]})
+    models = (await lone.inference.ListModels(pb.ListModelsRequest(), timeout=10)).models
     assert [(info.name, info.kind, info.ready, info.max_context, list(info.targets)) for info in models] == [
         ("chat", "route", True, 256, ["m"]),
         ("m", "model", True, 256, []),
@@ -238,43 +238,43 @@ async def test_list_models(house: House) -> None:
         ({"sampling": pb.Sampling(frequency_penalty=3)}, "frequency_penalty"),
     ],
 )
-async def test_bad_requests_name_the_field(house: House, pool: ScriptedPool, change: dict, field: str) -> None:
-    error = await refused(house.inference.Generate(request(**change), timeout=10))
+async def test_bad_requests_name_the_field(lone: LoneGateway, pool: ScriptedPool, change: dict, field: str) -> None:
+    error = await refused(lone.inference.Generate(request(**change), timeout=10))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert trailing(error)["modelyard-field"] == field
     assert error.details()
     assert pool.idle()
 
 
-async def test_unknown_model(house: House) -> None:
-    error = await refused(house.inference.Generate(request(model="nope"), timeout=10))
+async def test_unknown_model(lone: LoneGateway) -> None:
+    error = await refused(lone.inference.Generate(request(model="nope"), timeout=10))
     assert error.code() is grpc.StatusCode.NOT_FOUND
     assert "there are m" in error.details()
 
 
-async def test_a_model_that_is_loading(house: House, pool: ScriptedPool) -> None:
-    house.observe(pool, state="loading")
-    error = await refused(house.inference.Generate(request(), timeout=10))
+async def test_a_model_that_is_loading(lone: LoneGateway, pool: ScriptedPool) -> None:
+    lone.observe(pool, state="loading")
+    error = await refused(lone.inference.Generate(request(), timeout=10))
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert "loading in pool `a`" in error.details()
     assert int(trailing(error)["retry-after-ms"]) > 0
 
 
-async def test_the_queue_is_full(house: House, pool: ScriptedPool) -> None:
+async def test_the_queue_is_full(lone: LoneGateway, pool: ScriptedPool) -> None:
     pool.script = lambda sequence: sequence.fail("exhausted", "the queue of `m` is full", 1500)
-    error = await refused(house.inference.Generate(request(), timeout=10))
+    error = await refused(lone.inference.Generate(request(), timeout=10))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert trailing(error)["retry-after-ms"] == "1500"
 
 
-async def test_degraded(house: House, pool: ScriptedPool, byte_level: Path) -> None:
+async def test_degraded(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
     """rule 12: known routes keep serving without Redis, and every answer and error says so."""
-    house.view.set_degraded("Redis does not answer")
+    lone.view.set_degraded("Redis does not answer")
     one_by_one(pool, ids_of(byte_level, "yes"))
-    call = house.inference.Generate(request(), timeout=10)
+    call = lone.inference.Generate(request(), timeout=10)
     assert (await call).choices[0].text == "yes"
     assert dict(await call.trailing_metadata())["modelyard-degraded"] == "true"
-    error = await refused(house.inference.Generate(request(model="nope"), timeout=10))
+    error = await refused(lone.inference.Generate(request(model="nope"), timeout=10))
     assert trailing(error)["modelyard-degraded"] == "true"
 
 
@@ -283,9 +283,9 @@ async def test_degraded(house: House, pool: ScriptedPool, byte_level: Path) -> N
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 @pytest.mark.parametrize("begun", [False, True])
-async def test_client_gone(house: House, pool: ScriptedPool, byte_level: Path, method: str, begun: bool) -> None:
+async def test_client_gone(lone: LoneGateway, pool: ScriptedPool, byte_level: Path, method: str, begun: bool) -> None:
     """rule 10: a client that left is cancelled within a step, also before the first token."""
-    call = getattr(house.inference, method)(request(n=2), timeout=30)
+    call = getattr(lone.inference, method)(request(n=2), timeout=30)
     first, second = await pool.next(), await pool.next()
     if begun:
         first.tokens(ids_of(byte_level, "yes"))
@@ -295,12 +295,12 @@ async def test_client_gone(house: House, pool: ScriptedPool, byte_level: Path, m
     async with asyncio.timeout(2):
         await first.cancelled.wait()
         await second.cancelled.wait()
-    assert house.links.in_flight == 0
+    assert lone.links.in_flight == 0
 
 
-async def test_all_clients_of_a_connection_gone(house: House, pool: ScriptedPool, byte_level: Path) -> None:
+async def test_all_clients_of_a_connection_gone(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
     """rule 10, for the case that handler cancellation alone misses: a connection with many streams closes."""
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{house.servers.grpc_port}") as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{lone.servers.grpc_port}") as channel:
         method = channel.unary_stream(
             "/modelyard.v1.Inference/GenerateStream",
             request_serializer=pb.GenerateRequest.SerializeToString,
@@ -313,12 +313,12 @@ async def test_all_clients_of_a_connection_gone(house: House, pool: ScriptedPool
     async with asyncio.timeout(5):
         for sequence in sequences:
             await sequence.cancelled.wait()
-    assert house.links.in_flight == 0
+    assert lone.links.in_flight == 0
 
 
-async def test_deadline_while_generating(house: House, pool: ScriptedPool, byte_level: Path) -> None:
+async def test_deadline_while_generating(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
     """rule 10: the sequences end with the deadline, and the pool knew it."""
-    error = asyncio.ensure_future(refused(house.inference.Generate(request(), timeout=0.3)))
+    error = asyncio.ensure_future(refused(lone.inference.Generate(request(), timeout=0.3)))
     sequence = await pool.next()
     assert 0 < sequence.submit.timeout_ms <= 300
     assert (await error).code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -326,14 +326,14 @@ async def test_deadline_while_generating(house: House, pool: ScriptedPool, byte_
         await sequence.cancelled.wait()
 
 
-async def test_deadline_before_a_pool_is_there(house: House, pool: ScriptedPool) -> None:
+async def test_deadline_before_a_pool_is_there(lone: LoneGateway, pool: ScriptedPool) -> None:
     """rule 10: a deadline that expired in a queue never reaches an engine."""
     await pool.stop()
-    await house.wait_up("a", False)
-    error = await refused(house.inference.Generate(request(), timeout=0.3))
+    await lone.wait_up("a", False)
+    error = await refused(lone.inference.Generate(request(), timeout=0.3))
     assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await pool.start()
-    await house.wait_up("a")
+    await lone.wait_up("a")
     assert pool.idle()
 
 
@@ -341,11 +341,11 @@ async def test_deadline_before_a_pool_is_there(house: House, pool: ScriptedPool)
 
 
 async def test_another_replica_before_the_first_token(
-    house: House, pool: ScriptedPool, other: ScriptedPool, byte_level: Path
+    lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool, byte_level: Path
 ) -> None:
     """rule 9: before the first token a request is retried once on another replica, and its client sees nothing of it."""
-    house.observe(other, m=1_000)
-    answer = asyncio.ensure_future(house.inference.Generate(request(n=2), timeout=20))
+    lone.observe(other, m=1_000)
+    answer = asyncio.ensure_future(lone.inference.Generate(request(n=2), timeout=20))
     await pool.next()
     await pool.next()
     await pool.stop()
@@ -354,31 +354,31 @@ async def test_another_replica_before_the_first_token(
     assert [choice.text for choice in (await answer).choices] == ["yes", "yes"]
 
 
-async def test_the_same_replica_when_it_is_back(house: House, pool: ScriptedPool, byte_level: Path) -> None:
+async def test_the_same_replica_when_it_is_back(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
     """rule 9, with one replica: the retry waits for the link to come back."""
-    answer = asyncio.ensure_future(house.inference.Generate(request(), timeout=20))
+    answer = asyncio.ensure_future(lone.inference.Generate(request(), timeout=20))
     await pool.next()
     pool.drop_links()
     (await pool.next()).end("length", tokens=ids_of(byte_level, "yes"))
     assert (await answer).choices[0].text == "yes"
 
 
-async def test_only_one_retry(house: House, pool: ScriptedPool, other: ScriptedPool) -> None:
+async def test_only_one_retry(lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool) -> None:
     """rule 9: the second failure is the answer."""
     tried: list[str] = []
     for each in (pool, other):
         each.script = lambda sequence, name=each.name: (tried.append(name), sequence.fail("unavailable", f"{name} lost a rank"))
-    error = await refused(house.inference.Generate(request(), timeout=10))
+    error = await refused(lone.inference.Generate(request(), timeout=10))
     assert error.code() is grpc.StatusCode.UNAVAILABLE
     assert sorted(tried) == ["a", "b"]
 
 
 async def test_nothing_is_retried_after_the_first_token(
-    house: House, pool: ScriptedPool, other: ScriptedPool, byte_level: Path
+    lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool, byte_level: Path
 ) -> None:
     """rule 9: UNAVAILABLE at once, with what had come before."""
-    house.observe(other, m=1_000)
-    stream = house.inference.GenerateStream(request(), timeout=10)
+    lone.observe(other, m=1_000)
+    stream = lone.inference.GenerateStream(request(), timeout=10)
     sequence = await pool.next()
     sequence.tokens(ids_of(byte_level, "yes"))
     assert (await stream.read()).choices[0].text == "yes"
@@ -389,18 +389,20 @@ async def test_nothing_is_retried_after_the_first_token(
     assert other.idle()
 
 
-async def test_a_full_pool_is_tried_elsewhere(house: House, pool: ScriptedPool, other: ScriptedPool, byte_level: Path) -> None:
-    house.observe(other, m=1_000)
+async def test_a_full_pool_is_tried_elsewhere(
+    lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool, byte_level: Path
+) -> None:
+    lone.observe(other, m=1_000)
     pool.script = lambda sequence: sequence.fail("exhausted", "full")
     one_by_one(other, ids_of(byte_level, "yes"))
-    assert (await house.inference.Generate(request(), timeout=10)).choices[0].text == "yes"
+    assert (await lone.inference.Generate(request(), timeout=10)).choices[0].text == "yes"
 
 
-async def test_what_is_not_the_replicas_fault_is_not_retried(house: House, pool: ScriptedPool, other: ScriptedPool) -> None:
+async def test_what_is_not_the_replicas_fault_is_not_retried(lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool) -> None:
     tried: list[str] = []
     for each in (pool, other):
         each.script = lambda sequence: (tried.append("x"), sequence.fail("internal", "a bug"))
-    error = await refused(house.inference.Generate(request(), timeout=10))
+    error = await refused(lone.inference.Generate(request(), timeout=10))
     assert error.code() is grpc.StatusCode.INTERNAL
     assert len(tried) == 1
 
@@ -424,7 +426,7 @@ with grpc.insecure_channel(sys.argv[1]) as channel:
 
 
 async def test_a_client_generated_from_the_published_proto(
-    house: House, pool: ScriptedPool, byte_level: Path, tmp_path: Path
+    lone: LoneGateway, pool: ScriptedPool, byte_level: Path, tmp_path: Path
 ) -> None:
     """The .proto needs no other file, and a plain synchronous grpcio client made from it works."""
     folder = Path(pb.__file__).parent
@@ -437,7 +439,7 @@ async def test_a_client_generated_from_the_published_proto(
         sys.executable,
         "-c",
         FOREIGN_CLIENT,
-        f"127.0.0.1:{house.servers.grpc_port}",
+        f"127.0.0.1:{lone.servers.grpc_port}",
         cwd=tmp_path,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from house import House, ids_of
+from lone_gateway import LoneGateway, ids_of
 from scripted_pool import SECRET, ScriptedPool
 
 from gateway.api.errors import ErrorCode, YardError
@@ -17,17 +17,17 @@ from gateway.link.link_set import LinkSet
 from gateway.link.pool_link import PoolLink
 
 
-def link_of(house: House, pool: str = "a") -> PoolLink:
-    return next(link for link in house.links.holding("m") if link.pool == pool)
+def link_of(lone: LoneGateway, pool: str = "a") -> PoolLink:
+    return next(link for link in lone.links.holding("m") if link.pool == pool)
 
 
 def submit(model: str = "m", prompt: int = 3, max_tokens: int = 5) -> Submit:
     return Submit(model=model, prompt_ids=[1] * prompt, max_tokens=max_tokens)
 
 
-async def test_many_requests_share_one_stream(house: House, pool: ScriptedPool) -> None:
+async def test_many_requests_share_one_stream(lone: LoneGateway, pool: ScriptedPool) -> None:
     """Submits of one turn of the loop leave in one frame; what a down frame brings wakes each request once."""
-    link = link_of(house)
+    link = link_of(lone)
     flights = [Flight() for _ in range(20)]
     for flight in flights:
         link.submit(flight, [submit(), submit()])
@@ -44,8 +44,8 @@ async def test_many_requests_share_one_stream(house: House, pool: ScriptedPool) 
     assert link.in_flight == 39
 
 
-async def test_the_link_comes_back(house: House, pool: ScriptedPool) -> None:
-    link = link_of(house)
+async def test_the_link_comes_back(lone: LoneGateway, pool: ScriptedPool) -> None:
+    link = link_of(lone)
     flight = Flight()
     link.submit(flight, [submit(), submit()])
     await pool.next()
@@ -57,32 +57,32 @@ async def test_the_link_comes_back(house: House, pool: ScriptedPool) -> None:
         link.submit(Flight(), [submit()])
     assert caught.value.code is ErrorCode.UNAVAILABLE
     await pool.start()
-    await house.wait_up("a")
+    await lone.wait_up("a")
     link.submit(Flight(), [submit()])
 
 
-async def test_a_restarted_driver_gets_a_new_link(house: House, pool: ScriptedPool) -> None:
+async def test_a_restarted_driver_gets_a_new_link(lone: LoneGateway, pool: ScriptedPool) -> None:
     """Another incarnation: what was in flight is lost with the old stream, new requests go to the new one."""
-    old = link_of(house)
+    old = link_of(lone)
     await pool.stop()
     await pool.start()
-    house.observe(pool)
-    await house.wait_up("a")
-    new = link_of(house)
+    lone.observe(pool)
+    await lone.wait_up("a")
+    new = link_of(lone)
     assert new is not old
     assert old.retired
     assert new.incarnation == "2"
 
 
 async def test_an_expired_heartbeat_takes_no_new_requests_and_lets_the_running_finish(
-    house: House, pool: ScriptedPool, byte_level: Path
+    lone: LoneGateway, pool: ScriptedPool, byte_level: Path
 ) -> None:
-    link = link_of(house)
+    link = link_of(lone)
     flight = Flight()
     link.submit(flight, [submit()])
     sequence = await pool.next()
-    house.forget(pool)
-    assert house.links.holding("m") == []
+    lone.forget(pool)
+    assert lone.links.holding("m") == []
     sequence.end("length", tokens=ids_of(byte_level, "yes"))
     received = 0
     while received < 2:
@@ -91,11 +91,11 @@ async def test_an_expired_heartbeat_takes_no_new_requests_and_lets_the_running_f
     assert link.closed
 
 
-async def test_an_expired_pool_that_is_gone_is_not_tried_for_ever(house: House, pool: ScriptedPool) -> None:
-    link = link_of(house)
+async def test_an_expired_pool_that_is_gone_is_not_tried_for_ever(lone: LoneGateway, pool: ScriptedPool) -> None:
+    link = link_of(lone)
     await pool.stop()
-    await house.wait_up("a", False)
-    house.forget(pool)
+    await lone.wait_up("a", False)
+    lone.forget(pool)
     await asyncio.wait([link._task], timeout=5)
     assert link.closed
 
@@ -116,8 +116,8 @@ async def test_the_wrong_secret(pool: ScriptedPool) -> None:
         await pool.stop()
 
 
-async def test_load_is_what_the_driver_said_plus_what_was_sent_since(house: House, pool: ScriptedPool) -> None:
-    link = link_of(house)
+async def test_load_is_what_the_driver_said_plus_what_was_sent_since(lone: LoneGateway, pool: ScriptedPool) -> None:
+    link = link_of(lone)
     flight = Flight()
     link.submit(flight, [submit(prompt=1, max_tokens=1)])
     await pool.next()
@@ -139,32 +139,32 @@ async def say_load(pool: ScriptedPool, flight: Flight, tokens: int) -> None:
         await flight.receive()
 
 
-async def test_requests_go_where_the_load_is_less(house: House, pool: ScriptedPool, other: ScriptedPool) -> None:
+async def test_requests_go_where_the_load_is_less(lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool) -> None:
     flight = Flight()
-    link_of(house).submit(flight, [submit()])
+    link_of(lone).submit(flight, [submit()])
     await pool.next()
     await say_load(pool, flight, 10_000)
-    calls = [house.path.choice.choose(house.links.holding("m"), "m") for _ in range(10)]
+    calls = [lone.path.choice.choose(lone.links.holding("m"), "m") for _ in range(10)]
     assert {link.pool for link in calls if link is not None} == {"b"}
 
 
-async def test_a_pool_whose_groups_are_all_parked_is_asked(house: House, pool: ScriptedPool) -> None:
+async def test_a_pool_whose_groups_are_all_parked_is_asked(lone: LoneGateway, pool: ScriptedPool) -> None:
     """rule 6: the driver holds the request and wakes the model; the gateway only has to send it there."""
-    house.observe(pool, state="parked")
-    assert [link.pool for link in house.links.holding("m")] == ["a"]
-    house.observe(pool, state="failed")
-    assert house.links.holding("m") == []
+    lone.observe(pool, state="parked")
+    assert [link.pool for link in lone.links.holding("m")] == ["a"]
+    lone.observe(pool, state="failed")
+    assert lone.links.holding("m") == []
 
 
-async def test_a_driver_that_stops_answering_hangs_nobody(house: House, pool: ScriptedPool) -> None:
+async def test_a_driver_that_stops_answering_hangs_nobody(lone: LoneGateway, pool: ScriptedPool) -> None:
     """A stalled driver: the caller's deadline ends the request, the cancel is sent, and the link stays for others."""
     from gateway.api.proto.inference_pb2 import GenerateRequest
 
-    call = house.inference.Generate(GenerateRequest(model="m", prompt="x"), timeout=0.5)
+    call = lone.inference.Generate(GenerateRequest(model="m", prompt="x"), timeout=0.5)
     sequence = await pool.next()
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     async with asyncio.timeout(2):
         await sequence.cancelled.wait()
-    assert link_of(house).up
+    assert link_of(lone).up

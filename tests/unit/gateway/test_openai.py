@@ -10,15 +10,15 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from house import House, ids_of
+from lone_gateway import LoneGateway, ids_of
 from scripted_pool import ScriptedPool, SubmittedSequence
 
 from gateway.api.proto.pool_pb2 import Logprob
 
 
 @pytest.fixture
-async def client(house: House) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=f"{house.http}/v1", api_key="none", max_retries=0) as client:
+async def client(lone: LoneGateway) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=f"{lone.http}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
@@ -163,23 +163,23 @@ async def test_logprobs_in_both_formats(client: openai.AsyncOpenAI, pool: Script
         ({"model": None}, "model"),
     ],
 )
-async def test_bad_requests_name_the_field(house: House, change: dict, param: str) -> None:
+async def test_bad_requests_name_the_field(lone: LoneGateway, change: dict, param: str) -> None:
     body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], **change}
     async with httpx.AsyncClient() as client:
-        response = await client.post(f"{house.http}/v1/chat/completions", json=body)
+        response = await client.post(f"{lone.http}/v1/chat/completions", json=body)
     assert response.status_code == 400
     error = response.json()["error"]
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
     assert error["message"]
 
 
-async def test_unknown_fields_are_ignored_and_bad_json_is_not(house: House, pool: ScriptedPool, byte_level: Path) -> None:
+async def test_unknown_fields_are_ignored_and_bad_json_is_not(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
     answering(pool, ids_of(byte_level, "yes"))
     async with httpx.AsyncClient() as client:
-        url = f"{house.http}/v1/completions"
+        url = f"{lone.http}/v1/completions"
         ok = await client.post(url, json={"model": "m", "prompt": "x", "user": "me", "from_the_future": {"a": 1}})
         bad = await client.post(url, content=b"{nope")
-        nowhere = await client.get(f"{house.http}/v2")
+        nowhere = await client.get(f"{lone.http}/v2")
     assert ok.json()["choices"][0]["text"] == "yes"
     assert bad.status_code == 400
     assert bad.json()["error"]["type"] == "invalid_request_error"
@@ -216,28 +216,28 @@ async def test_failure_in_mid_stream(client: openai.AsyncOpenAI, pool: ScriptedP
         await anext(stream)
 
 
-async def test_headers(house: House, pool: ScriptedPool, byte_level: Path) -> None:
+async def test_headers(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
     """rule 12: without Redis the last snapshot serves, and answers say so."""
     answering(pool, ids_of(byte_level, "yes"))
-    house.put("Route", "chat", {"targets": [{"model": "m"}], "aliases": ["assistant"]})
+    lone.put("Route", "chat", {"targets": [{"model": "m"}], "aliases": ["assistant"]})
     async with httpx.AsyncClient() as client:
         body = {"model": "assistant", "prompt": "x"}
-        response = await client.post(f"{house.http}/v1/completions", json=body, headers={"x-request-id": "mine"})
+        response = await client.post(f"{lone.http}/v1/completions", json=body, headers={"x-request-id": "mine"})
         assert response.headers["x-request-id"] == "mine"
         assert response.json()["id"] == "cmpl-mine"
         assert response.headers["x-modelyard-model"] == response.json()["model"] == "m"
         assert response.headers["x-modelyard-route"] == "chat"
         assert response.headers["x-modelyard-route-generation"] == "1"
         assert "x-modelyard-degraded" not in response.headers
-        house.view.set_degraded("Redis does not answer")
-        response = await client.post(f"{house.http}/v1/completions", json=body)
+        lone.view.set_degraded("Redis does not answer")
+        response = await client.post(f"{lone.http}/v1/completions", json=body)
         assert response.headers["x-modelyard-degraded"] == "true"
-        health = (await client.get(f"{house.http}/health")).json()
+        health = (await client.get(f"{lone.http}/health")).json()
         assert (health["status"], health["reason"]) == ("degraded", "Redis does not answer")
 
 
-async def test_models(client: openai.AsyncOpenAI, house: House) -> None:
-    house.put("Route", "chat", {"targets": [{"model": "m"}]})
+async def test_models(client: openai.AsyncOpenAI, lone: LoneGateway) -> None:
+    lone.put("Route", "chat", {"targets": [{"model": "m"}]})
     models = [model.id async for model in client.models.list()]
     assert models == ["chat", "m"]
     assert (await client.models.retrieve("m")).created == 1_700_000_000
@@ -245,28 +245,28 @@ async def test_models(client: openai.AsyncOpenAI, house: House) -> None:
         await client.models.retrieve("nope")
 
 
-async def test_ready_and_metrics(house: House, pool: ScriptedPool, byte_level: Path) -> None:
+async def test_ready_and_metrics(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
     """rule 16: names that no model has count as `other`."""
     answering(pool, ids_of(byte_level, "yes"))
     async with httpx.AsyncClient() as client:
         for model in ("m", "made-up-1", "made-up-2"):
-            await client.post(f"{house.http}/v1/completions", json={"model": model, "prompt": "x"})
-        text = (await client.get(f"{house.http}/metrics")).text
+            await client.post(f"{lone.http}/v1/completions", json={"model": model, "prompt": "x"})
+        text = (await client.get(f"{lone.http}/metrics")).text
         assert 'modelyard_requests_total{code="ok",route="m",surface="http"} 1.0' in text
         assert 'modelyard_requests_total{code="not_found",route="other",surface="http"} 2.0' in text
         assert "made-up" not in text
-        assert (await client.get(f"{house.http}/ready")).status_code == 200
-        house.health.set_accepting(False)
-        assert (await client.get(f"{house.http}/ready")).status_code == 503
+        assert (await client.get(f"{lone.http}/ready")).status_code == 200
+        lone.health.set_accepting(False)
+        assert (await client.get(f"{lone.http}/ready")).status_code == 503
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("begun", [False, True])
-async def test_client_gone_over_http(house: House, pool: ScriptedPool, byte_level: Path, stream: bool, begun: bool) -> None:
+async def test_client_gone_over_http(lone: LoneGateway, pool: ScriptedPool, byte_level: Path, stream: bool, begun: bool) -> None:
     """rule 10: a client that left is cancelled, also before the first token and when it did not stream."""
     async with httpx.AsyncClient() as client:
         body = {"model": "m", "prompt": "x", "stream": stream}
-        call = asyncio.create_task(client.post(f"{house.http}/v1/completions", json=body))
+        call = asyncio.create_task(client.post(f"{lone.http}/v1/completions", json=body))
         sequence = await pool.next()
         if begun:
             sequence.tokens(ids_of(byte_level, "yes"))
@@ -274,13 +274,13 @@ async def test_client_gone_over_http(house: House, pool: ScriptedPool, byte_leve
         call.cancel()
         async with asyncio.timeout(2):
             await sequence.cancelled.wait()
-    assert house.links.in_flight == 0
+    assert lone.links.in_flight == 0
 
 
-async def test_deadline_header(house: House, pool: ScriptedPool) -> None:
+async def test_deadline_header(lone: LoneGateway, pool: ScriptedPool) -> None:
     async with httpx.AsyncClient() as client:
         headers = {"x-modelyard-timeout-ms": "200"}
-        response = await client.post(f"{house.http}/v1/completions", json={"model": "m", "prompt": "x"}, headers=headers)
+        response = await client.post(f"{lone.http}/v1/completions", json={"model": "m", "prompt": "x"}, headers=headers)
     assert response.status_code == 504
     sequence = await pool.next()
     assert 0 < sequence.submit.timeout_ms <= 200

@@ -27,7 +27,7 @@ from gateway.text.library import TextLibrary
 from gateway.text.model_text import ModelText
 
 
-class House:
+class LoneGateway:
     """`texts` maps each model to the directory of its tokenizer."""
 
     def __init__(self, run_dir: Path, texts: dict[str, Path], *, defaults: dict | None = None) -> None:
@@ -50,7 +50,7 @@ class House:
         eos = 2
         return ModelText(model, self.texts[model], eos_ids=(eos,), max_context=256, defaults=self.defaults)
 
-    async def start(self, *pools: ScriptedPool) -> House:
+    async def start(self, *pools: ScriptedPool) -> LoneGateway:
         """Serves the models of the pools, each linked."""
         self.view.subscribe(self._follow)
         for model in self.texts:
