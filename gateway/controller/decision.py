@@ -173,9 +173,13 @@ def _bytes_per_rank(request: ModelRequest, tensor: int, pipeline: int, kind: str
 def _lingering(
     plan: Plan, movable: list[PlacedGroup], desired: Desired, observed: Observed, sights: Mapping[str, PoolSight]
 ) -> list[PlacedGroup]:
-    """Groups that have to go, of models whose new groups do not serve yet and still may."""
+    """Groups that have to go, of models whose new groups do not serve yet and still may, or may get a place soon."""
     # Also kept groups count: one that was loaded to replace another is among them in the next pass.
     coming = Counter(group.model for group in plan.groups if _state(group, observed) not in ("ready", "draining", "failed"))
+    starting = [name for name in desired.pools if _is_starting(name, observed)]
+    for name in plan.refusals:
+        pools = desired.models[name].spec.pools
+        coming[name] += any(not pools or pool in pools for pool in starting)
     snapshot = snapshot_of(desired.models, sights, ())
     free = FreeMemory(snapshot.devices)
     for group in plan.groups:
@@ -191,6 +195,11 @@ def _lingering(
         coming[group.model] -= 1
         stay.append(group)
     return stay
+
+
+def _is_starting(pool: str, observed: Observed) -> bool:
+    app = observed.apps.get(pool)
+    return pool not in observed.pools and (app is None or (app.status == "DEPLOYING" and app.age_s < START_DEADLINE_S))
 
 
 def _state(group: PlacedGroup, observed: Observed) -> str:
