@@ -97,7 +97,7 @@ class PoolCore:
             if group.unwanted or not self.state.assigned:
                 del self.state.groups[group.id]
                 continue
-            self.state.groups[group.id] = self._fresh(group, reason)
+            self._renew(group, reason)
         self._effects.event("ranks_lost", "", reason)
         self._effects.restart_ranks(reason)
         self._effects.changed()
@@ -197,14 +197,13 @@ class PoolCore:
         self._effects.event("adopted", group.model, f"group {group_id} on {placement}")
         self._effects.inspect(group_id, group.model, group.spec)
 
-    def _fresh(self, group: Group, reason: str) -> Group:
+    def _renew(self, group: Group, reason: str) -> None:
         """The same worker group, to be loaded anew under an id that no rank has seen."""
         fresh = Group(self.state.next_group, group.wanted, reason=reason, facts=group.facts, sizing=group.sizing)
         fresh.attempts = group.attempts
         self.state.next_group += 1
         del self.state.groups[group.id]
         self.state.groups[fresh.id] = fresh
-        return fresh
 
 
 def _check_placement(wanted: Wanted, ranks: int) -> None:

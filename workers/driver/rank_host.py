@@ -33,7 +33,7 @@ def host_name(pool: str, rank: int) -> str:
 
 
 class RankHost:
-    """Sync actor: calls are short, watching has a thread of its own."""
+    """Calls are short; watching has a thread of its own."""
 
     def __init__(self, pool: str, rank: int) -> None:
         self._pool = pool
@@ -45,7 +45,7 @@ class RankHost:
         return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
 
     def launch(self, config: RankConfig, ranks: int) -> None:
-        """Start all ranks of the pool on this node; the actor ends when they do."""
+        """On bundle 0: start all ranks of the pool on this node."""
         directory = config.directory
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         end_leftovers(directory, ranks)
@@ -59,7 +59,7 @@ class RankHost:
                 stderr=log,
                 start_new_session=True,
             )
-        threading.Thread(target=self._end_with_ranks, args=(self._process,), name="ranks", daemon=True).start()
+        threading.Thread(target=self._outlive, args=(self._process, config.grace_s), name="ranks", daemon=True).start()
 
     def check(self) -> None:
         """YardError with the end of the log when the ranks have ended."""
@@ -68,15 +68,14 @@ class RankHost:
             raise unavailable(f"the ranks of pool `{self._pool}` ended with code {code}; {self._log} ends:\n{tail(self._log)}")
 
     def watch(self, rank_pid: int) -> None:
-        """End this actor when its rank's process does."""
+        """On the other bundles: end this actor when its rank's process does."""
         threading.Thread(target=_end_with, args=(rank_pid,), name="rank", daemon=True).start()
 
-    def _end_with_ranks(self, process: subprocess.Popen[bytes]) -> None:
-        code = process.wait()
-        time.sleep(5 * _POLL_S)  # long enough for a driver that waits for the start to read the reason with `check`
-        if code == 0:
-            # The ranks went by themselves: deleted, or no driver for their grace. Nobody needs their place any more.
-            ray.util.remove_placement_group(ray.util.get_placement_group(group_name(self._pool)))
+    def _outlive(self, process: subprocess.Popen[bytes], grace_s: float) -> None:
+        """A driver that lives ends this actor and starts the ranks again; if none comes, their place is given back."""
+        process.wait()
+        time.sleep(grace_s)
+        ray.util.remove_placement_group(ray.util.get_placement_group(group_name(self._pool)))
         os._exit(0)
 
 

@@ -100,7 +100,7 @@ class RayRanks:
 
     def _watch_ranks(self) -> None:
         for rank, host in enumerate(self._hosts()):
-            if host is not None:
+            if host is not None and rank > 0:
                 host.watch.remote(int(pid_path(self._config.directory, rank).read_text()))
 
     def _stop(self) -> None:
@@ -129,14 +129,13 @@ class RayRanks:
             ray.util.remove_placement_group(group)
             group = None
         if group is None:
-            labels = self._spec.node_labels
             group = ray.util.placement_group(
                 bundles,
                 # One MPI world is one launcher, on one node; NCCL groups may span nodes.
                 strategy="STRICT_PACK" if self._spec.device == "cpu" else "PACK",
                 name=group_name(self._config.pool),
                 lifetime="detached",
-                bundle_label_selector=[dict(labels) for _ in bundles] if labels else [],
+                bundle_label_selector=[dict(self._spec.node_labels) for _ in bundles],
             )
         if not group.wait(PLACEMENT_TIMEOUT_S):
             labels = f" with labels {self._spec.node_labels}" if self._spec.node_labels else ""

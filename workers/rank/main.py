@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import sys
+import threading
 
 from gateway.api.errors import ErrorCode, YardError
 from workers.comm.base import GroupComm
@@ -20,11 +22,18 @@ def run(config: RankConfig, make_comm: GroupCommFactory, make_engine: EngineFact
     """Serve until the process must end; its exit code."""
     if config.device != "cpu":
         raise YardError(ErrorCode.INVALID, f"pool {config.pool}: this rank computes on cpu only, its pool says {config.device}")
+    # Importing an engine takes seconds: it is there when the first load arrives. A failure shows again, with its reason, there.
+    threading.Thread(target=_import_quietly, args=(make_engine,), name="import", daemon=True).start()
     server = RankServer(config, HostArena(config.capacity_bytes), make_comm, make_engine, node=os.uname().nodename)
     code = asyncio.run(server.serve())
     if code == 0:
         server.close()
     return code
+
+
+def _import_quietly(make_engine: EngineFactory) -> None:
+    with contextlib.suppress(YardError, ImportError):
+        make_engine("torch")
 
 
 def mpi_comm(ranks: tuple[int, ...], tensor_parallel: int, pipeline_parallel: int, group_id: int) -> GroupComm:
