@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
+from house import House
 from valkey_server import ValkeyServer
 
 
@@ -29,3 +30,14 @@ def own_valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServe
 def site() -> str:
     """A site name that nothing else uses."""
     return f"test-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture(scope="session")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """The default site, up. Tests that break something in it wait until it has healed."""
+    house = House(tmp_path_factory.mktemp("house"), "--gateways", "2")
+    started = house.up()
+    assert started.returncode == 0, f"{started.stdout}\n{started.stderr}"
+    yield house
+    house.down()
+    assert not house.processes(), "processes outlive the site"

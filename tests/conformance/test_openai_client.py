@@ -1,0 +1,82 @@
+"""The official `openai` client, unchanged, against a running site."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+from house import House
+
+pytestmark = pytest.mark.site
+
+MESSAGES = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+@pytest.fixture(scope="module")
+def client(house: House) -> openai.OpenAI:
+    house.wait_ready("smollm2", "smollm2-pp2")
+    return openai.OpenAI(base_url=f"{house.http_url}/v1", api_key="none", max_retries=0, timeout=60)
+
+
+def test_models_lists_routes_and_models(client: openai.OpenAI) -> None:
+    assert {"chat", "balanced", "smollm2", "smollm2-pp2"} <= {model.id for model in client.models.list()}
+
+
+def test_chat(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="chat", messages=MESSAGES, max_tokens=16, temperature=0)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason in ("stop", "length")
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+
+
+def test_streamed_chat_is_the_same_text_and_ends_with_usage(client: openai.OpenAI) -> None:
+    """Rule 17: every chunk's usage when asked."""
+    whole = client.chat.completions.create(model="smollm2", messages=MESSAGES, max_tokens=24, temperature=0)
+    stream = client.chat.completions.create(
+        model="smollm2", messages=MESSAGES, max_tokens=24, temperature=0, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == whole.choices[0].message.content
+    assert chunks[-1].usage is not None
+    assert whole.usage is not None
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_stop_strings_never_leak(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model="smollm2", messages=MESSAGES, max_tokens=24, temperature=0, stop=["Paris"])
+    assert "Par" not in (answer.choices[0].message.content or "")
+    assert answer.choices[0].finish_reason == "stop"
+
+
+def test_n_choices_and_seed(client: openai.OpenAI) -> None:
+    def ask() -> list[str]:
+        answer = client.completions.create(
+            model="smollm2", prompt="Once upon a time", max_tokens=8, n=3, seed=11, temperature=1.0
+        )
+        return [choice.text for choice in answer.choices]
+
+    first = ask()
+    assert len(set(first)) > 1
+    assert ask() == first
+
+
+def test_logprobs(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="smollm2", messages=MESSAGES, max_tokens=4, temperature=0, logprobs=True, top_logprobs=3
+    )
+    logprobs = answer.choices[0].logprobs
+    assert logprobs is not None
+    assert logprobs.content is not None
+    for token in logprobs.content:
+        assert token.logprob <= 0
+        assert len(token.top_logprobs) == 3
+        assert max(top.logprob for top in token.top_logprobs) == pytest.approx(token.logprob, abs=1e-4)
+
+
+def test_errors_are_openais(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(model="nobody", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError) as bad:
+        client.chat.completions.create(model="smollm2", messages=MESSAGES, temperature=-1)
+    assert bad.value.param == "temperature"
