@@ -6,8 +6,9 @@ from gateway.api.errors import ErrorCode, YardError
 from gateway.site import ray_head, state, valkey
 from gateway.site.board import Board
 from gateway.site.home import Home
-from gateway.site.processes import is_alive, members, stop
+from gateway.site.processes import is_alive, members, process_name, stop
 
+_ESSENTIAL = {"ray": {"gcs_server", "raylet"}, "valkey": {"valkey-server"}}
 # The raylet signs off at the head and ends its workers; without a living head it waits for it in vain.
 _RAYLET_GRACE_S = 6.0
 _TERM_GRACE_S = 3.0
@@ -33,9 +34,13 @@ def down(home: Home, board: Board) -> state.SiteState | None:
 
 def is_complete(found: state.SiteState) -> bool:
     """Whether every server that the site started still runs."""
-    if found.boot_id != state.boot_id():
+    if found.boot_id != state.boot_id() or not found.ray_address:
         return False
-    return all(members([leader]) for leader in found.sessions.values()) and bool(found.ray_address)
+    for name, leader in found.sessions.items():
+        running = {process_name(process) for process in members([leader])}
+        if not _ESSENTIAL[name] <= running:
+            return False
+    return True
 
 
 def stop_processes(home: Home, found: state.SiteState) -> None:

@@ -74,7 +74,7 @@ def stop(
     Members named `first` are asked before the others, which they may need for their own end.
     """
     found = members(leaders, run_dir)
-    leading = [process for process in found if _name(process) == first]
+    leading = [process for process in found if process_name(process) == first]
     for group, wait_s in ((leading, first_grace_s), (found, grace_s)):
         for process in group:
             _signal(process, terminate=True)
@@ -106,7 +106,8 @@ def _own_processes() -> Iterator[psutil.Process]:
             continue
 
 
-def _name(process: psutil.Process) -> str:
+def process_name(process: psutil.Process) -> str:
+    """Empty when it is gone."""
     try:
         return process.name()
     except psutil.NoSuchProcess:

@@ -72,5 +72,6 @@ def _model_line(model: str, wanted: int, groups: list[GroupRecord]) -> Line:
         return Line(f"model {model}", "waiting for its place", None, False)
     least = min(groups, key=lambda group: group.progress if group.state == "loading" else _STATE_FRACTION.get(group.state, 0.0))
     fraction = least.progress if least.state == "loading" else _STATE_FRACTION.get(least.state)
-    note = least.state + (f": {least.reason}" if least.reason else "") + (f" ({ready} of {wanted} ready)" if wanted > 1 else "")
+    note = least.state + (f" {fraction:.0%}" if least.state == "loading" and fraction else "")
+    note += (f": {least.reason}" if least.reason else "") + (f" ({ready} of {wanted} ready)" if wanted > 1 else "")
     return Line(f"model {model}", note, fraction, False)

@@ -102,6 +102,7 @@ class _Start:
         self._home, self._site, self._board, self._ray_address = home, site, board, ray_address
         self._jobs = ThreadPoolExecutor(max_workers=4, thread_name_prefix="yard-up")
         self._state_lock = threading.Lock()
+        self._is_connected = False
         self._deadline = time.monotonic() + wait_s
         self._wait_s = wait_s
         listen = site.spec.listen
@@ -130,19 +131,26 @@ class _Start:
         self._start_servers()
         from gateway.site import deployment
 
-        with self._board.step("applications") as step:
-            deployment.connect(self.state.ray_address)
+        deployment.connect(self.state.ray_address)
+        self._is_connected = True
+        with SiteClient(self.state.grpc_address, secrets.site) as client:
+            self._deploy(client, secrets.site)
+            result = self._bring_up(client)
+        deployment.disconnect()
+        self._is_connected = False
+        return result
+
+    def _deploy(self, client: SiteClient, secret: str) -> None:
+        from gateway.site import deployment
+
+        with self._board.step("applications", "starting Serve") as step:
             if self.state.redis_is_ours and len(deployment.node_addresses()) > 1:
                 raise invalid(
                     "this Ray has nodes on other machines, which cannot reach the embedded Valkey; give a shared one with --redis"
                 )
-            deployment.deploy(self._runtime(secrets.site), self._site.spec.gateways)
-            with SiteClient(self.state.grpc_address, secrets.site) as client:
-                self._wait_for_gateway(client)
-                step.note = "gateway and controller run"
-                result = self._bring_up(client)
-        deployment.disconnect()
-        return result
+            deployment.deploy(self._runtime(secret), self._site.spec.gateways)
+            self._wait_for_gateway(client)
+            step.note = "gateway and controller run"
 
     def _start_servers(self) -> None:
         from gateway.site import deployment
@@ -194,6 +202,13 @@ class _Start:
 
     def abandon(self) -> None:
         """Ends everything this start began. A thread that was just starting a server sees it end, and is waited for."""
+        if self._is_connected:
+            from gateway.site import deployment
+
+            if not self.state.ray_is_ours:
+                deployment.undeploy(whole_serve=False)
+            # A client whose node ends under it would end this process with it.
+            deployment.disconnect()
         down.stop_processes(self._home, self.state)
         self._jobs.shutdown(wait=True, cancel_futures=True)
         down.stop_processes(self._home, self.state)

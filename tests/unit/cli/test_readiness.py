@@ -52,7 +52,7 @@ def test_a_missing_rank_is_not_up():
 
 def test_a_loading_model_shows_how_far_it_is():
     [_, line] = judge(status(group("loading", progress=0.4)), POOLS, {"m": 1}).lines
-    assert (line.note, line.fraction, line.is_done) == ("loading", 0.4, False)
+    assert (line.note, line.fraction, line.is_done) == ("loading 40%", 0.4, False)
 
 
 def test_a_group_of_an_older_generation_does_not_count():
