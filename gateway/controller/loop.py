@@ -69,6 +69,7 @@ class ControllerLoop:
         self._fence = 0
         self._groups: tuple[PlacedGroup, ...] | None = None
         self._unplaced: dict[str, tuple[str, ...]] = {}
+        self._refused: frozenset[str] = frozenset()
         self._acks: dict[str, tuple[Ack, float]] = {}
         self._apps: tuple[dict[str, AppSight], frozenset[str]] | None = None
         self._apps_due = 0.0
@@ -146,7 +147,7 @@ class ControllerLoop:
         observed, happened = self._sights.look(self._view.pools, apps, devices_held, desired.pools)
         now = self._clock()
         acks = {pool: replace(ack, age_s=now - at) for pool, (ack, at) in self._acks.items()}
-        decision = decide(desired, observed, Placed(self._groups, self._unplaced, acks, fence))
+        decision = decide(desired, observed, Placed(self._groups, self._refused, acks, fence))
         await self._store(decision)
         for event in (*happened, *decision.events):
             await self._emit(event)
@@ -158,7 +159,7 @@ class ControllerLoop:
         """The lease is new: what is known is what is stored and seen."""
         log.info("controller %s acts with fencing token %d", self._owner, fence)
         self._groups = await self._effects.placement()
-        self._unplaced = dict(self._view.controller.unplaced) if self._view.controller else {}
+        self._refused = frozenset(self._view.controller.unplaced) if self._view.controller else frozenset()
         self._acks, self._apps, self._sights = {}, None, Sights(self._clock)
         self._fence = fence
 
@@ -175,7 +176,7 @@ class ControllerLoop:
                 raise StaleFence("the lease went to another while a placement was being stored")
             self._groups = decision.groups
         changed = decision.unplaced != self._unplaced or decision.message != self._message
-        self._unplaced, self._message = decision.unplaced, decision.message
+        self._unplaced, self._refused, self._message = decision.unplaced, decision.refused, decision.message
         if changed:
             await self._report()
 

@@ -10,6 +10,13 @@ from gateway.controller.model_requests import AskedModel
 from gateway.state.view import PoolEntry
 from placement.types import PlacedGroup, Plan
 
+LOST_S = 30.0
+"""A pool or a rank gone for less is expected back: a restarted driver adopts its ranks, a group restarts as one."""
+DRAIN_S = 60.0
+START_DEADLINE_S = 90.0
+REASSERT_S = 15.0
+REDEPLOY_S = 30.0
+
 
 @dataclass(frozen=True)
 class Desired:
@@ -60,7 +67,7 @@ class Placed:
     """What was decided before. `groups` is None when no placement is stored (a new site, or a store that was flushed)."""
 
     groups: tuple[PlacedGroup, ...] | None = None
-    unplaced: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    refused: frozenset[str] = frozenset()  # the models of which it was said that they are nowhere
     acks: Mapping[str, Ack] = field(default_factory=dict)
     fence: int = 0
 
@@ -106,6 +113,7 @@ class Decision:
 
     groups: tuple[PlacedGroup, ...]
     unplaced: dict[str, tuple[str, ...]]
+    refused: frozenset[str]
     actions: tuple[Action, ...]
     events: tuple[Emit, ...]
     message: str

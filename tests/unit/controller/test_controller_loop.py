@@ -9,9 +9,9 @@ import pytest
 from fleet import Crash, KnownCheckpoints, World, model_spec, pool_spec
 from valkey_server import ValkeyServer
 
-from gateway.controller.decision import DRAIN_S, LOST_S
 from gateway.controller.effects import StaleFence, Unreachable
 from gateway.controller.loop import ControllerLoop
+from gateway.controller.situation import DRAIN_S, LOST_S
 from gateway.state.lease import Lease
 from gateway.state.store import SiteStore
 
@@ -85,7 +85,7 @@ async def test_a_site_comes_up_and_each_thing_is_done_once(controllers: Controll
     assert world.groups("p") == {"m": "ready"}
     assert world.effects.count("deploy p") == 1
     assert world.loads == [("p", "m")]
-    assert [event[0] for event in world.events] == ["model.unplaced", "pool.deployed", "pool.up", "model.placed"]
+    assert [event[0] for event in world.events] == ["pool.deployed", "pool.up", "model.placed"]
 
 
 async def test_adding_a_model_never_restarts_another(controllers: Controllers) -> None:

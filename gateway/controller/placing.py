@@ -1,0 +1,79 @@
+"""From what is desired and observed to what placement looks at. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from gateway.controller.model_requests import AskedModel
+from gateway.controller.situation import LOST_S, Desired, Observed, PoolSight
+from placement.footprint import group_footprint
+from placement.types import Device, ModelRequest, PlacedGroup, Snapshot
+
+
+def snapshot_of(
+    models: Mapping[str, AskedModel],
+    sights: Mapping[str, PoolSight],
+    placed: Iterable[PlacedGroup],
+    held: Iterable[PlacedGroup] = (),
+) -> Snapshot:
+    """What placement looks at. Held groups count as replicas that are there, and their memory as taken."""
+    held_replicas = Counter(group.model for group in held)
+    held_bytes: Counter[tuple[str, int]] = Counter()
+    for group in held:
+        for rank, size in zip(group.ranks, group.bytes_per_rank, strict=True):
+            held_bytes[group.pool, rank] += size
+    requests = [
+        replace(asked.request, replicas=max(0, asked.request.replicas - held_replicas[name]))
+        for name, asked in models.items()
+        if asked.request is not None
+    ]
+    devices = [
+        Device(
+            pool=name,
+            rank=rank.index,
+            node=rank.node,
+            kind=sight.record.device,
+            capacity_bytes=rank.capacity_bytes,
+            foreign_bytes=sum(size for _, kind, size in rank.ledger if kind == "foreign") + held_bytes[name, rank.index],
+            healthy=sight.missing_s < LOST_S and (rank.alive or sight.dead_s.get(rank.index, 0.0) < LOST_S),
+        )
+        for name, sight in sights.items()
+        for rank in sight.record.ranks
+    ]
+    kinds = {(device.pool, device.rank): device.kind for device in devices}
+    asked_for = {request.name: request for request in requests}
+    return Snapshot(tuple(devices), tuple(requests), tuple(_resized(group, asked_for, kinds) for group in placed))
+
+
+def adopted(observed: Observed, desired: Desired) -> tuple[PlacedGroup, ...]:
+    """What the pools say they hold: the placement, when none is stored."""
+    found = set()
+    for name, sight in observed.pools.items():
+        for group in sight.record.groups:
+            asked = desired.models.get(group.model)
+            if asked is None or group.state == "draining":
+                continue
+            split = (group.tensor_parallel, group.pipeline_parallel)
+            # While its checkpoint is being read the group is held as it is; its bytes are filled in afterwards.
+            sizes = _bytes_per_rank(asked.request, *split, sight.record.device) if asked.request else (0,) * len(group.ranks)
+            found.add(PlacedGroup(group.model, name, group.ranks, *split, sizes))
+    return in_order(found)
+
+
+def in_order(groups: Iterable[PlacedGroup]) -> tuple[PlacedGroup, ...]:
+    return tuple(sorted(groups, key=lambda group: (group.model, group.pool, group.ranks)))
+
+
+def _resized(group: PlacedGroup, requests: Mapping[str, ModelRequest], kinds: Mapping[tuple[str, int], str]) -> PlacedGroup:
+    """With the bytes that its model asks for now, which may have changed since it was placed."""
+    request, kind = requests.get(group.model), kinds.get((group.pool, group.ranks[0]))
+    if request is None or kind is None:
+        return group
+    return replace(group, bytes_per_rank=_bytes_per_rank(request, group.tensor_parallel, group.pipeline_parallel, kind))
+
+
+def _bytes_per_rank(request: ModelRequest, tensor: int, pipeline: int, kind: str) -> tuple[int, ...]:
+    stages = group_footprint(request, tensor, pipeline, kind)
+    return tuple(stage.total for stage in stages for _ in range(tensor))
