@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import asyncio
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 import pytest
@@ -10,7 +11,7 @@ from fleet import Crash, KnownCheckpoints, World, model_spec, pool_spec
 from valkey_server import ValkeyServer
 
 from gateway.controller.effects import StaleFence, Unreachable
-from gateway.controller.loop import ControllerLoop
+from gateway.controller.loop import STUCK_S, ControllerLoop
 from gateway.controller.situation import DRAIN_S, LOST_S
 from gateway.state.lease import Lease
 from gateway.state.store import SiteStore
@@ -291,7 +292,7 @@ async def test_one_pool_that_does_not_answer_keeps_no_other_waiting(controllers:
     assert world.groups("p") == {"on-p": "ready"}
 
 
-@pytest.mark.parametrize("crash_after", range(1, 22))
+@pytest.mark.parametrize("crash_after", range(1, 26))
 async def test_a_crash_after_any_effect_is_repaired_by_the_next_pass(controllers: Controllers, crash_after: int) -> None:
     """The site ends as it does without a crash, and no model is loaded twice."""
     world = controllers.world
@@ -324,6 +325,60 @@ async def test_rule_1_without_the_lease_nothing_is_done(controllers: Controllers
     with pytest.raises(StaleFence):
         await controllers.loop.once()
     assert not [effect for effect in world.effects if effect.startswith("assign")]
+
+
+async def test_a_bug_in_a_pass_is_reported_and_ends_in_bad_health(controllers: Controllers) -> None:
+    world, loop = controllers.world, controllers.loop
+    world.want("Pool", "p", pool_spec())
+    await controllers.settle()
+    loop.check_health()
+
+    def broken() -> None:
+        raise ZeroDivisionError("a bug")
+
+    controllers.checkpoints.asked = broken  # type: ignore[assignment, method-assign]
+    await controllers.lease.hold()
+    await loop._try_pass()
+    world.now += STUCK_S + 1
+    with pytest.raises(RuntimeError, match="a pass failed"):
+        loop.check_health()
+
+
+async def test_rule_1_of_two_running_controllers_one_acts_and_the_other_takes_over(valkey: ValkeyServer, site: str) -> None:
+    """Rule 1, with both loops running: when the first stops, the second goes on within moments, with a higher token."""
+    world = World()
+    world.want("Pool", "p", pool_spec())
+    stores = [SiteStore(valkey.url, site) for _ in range(2)]
+    leases = [Lease(store, f"controller-{number}") for number, store in enumerate(stores)]
+    loops = [
+        ControllerLoop(world.view, lease, world, KnownCheckpoints(), owner=f"controller-{number}")  # type: ignore[arg-type]
+        for number, lease in enumerate(leases)
+    ]
+    tasks = [asyncio.create_task(loop.run()) for loop in loops]
+
+    async def until(condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not condition():
+                world.show()
+                await asyncio.sleep(0.02)
+
+    await until(lambda: "assign p" in world.effects)
+    first = next(number for number, lease in enumerate(leases) if lease.fence)
+    token = leases[first].fence
+    assert not leases[1 - first].fence
+    assert world.effects.count("deploy p") == 1
+    tasks[first].cancel()
+    world.want("Model", "m", model_spec())
+    await until(lambda: world.loads == [("p", "m")])
+    assert leases[1 - first].fence == token + 1
+    assert world.record is not None
+    assert world.record.owner == f"controller-{1 - first}"
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    assert await stores[0].redis.get(stores[0].keys.lease) is None, "a controller that stops gives its lease back"
+    for store in stores:
+        await store.close()
 
 
 async def test_an_empty_store_is_no_reason_to_take_anything_down(controllers: Controllers) -> None:
