@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -64,11 +65,12 @@ class Packer:
             self._bounds[pool.kind] = (max(domain, pool.largest_domain), max(devices, pool.devices))
         self._models = {request.name: _Model(request) for request in snapshot.models}
 
-    def plan(self) -> Plan:
+    def plan(self, order: Order | None = None) -> Plan:
+        """`order` is of models of equal priority; by default the most bytes first."""
         kept, unloads = self._keep()
         loads: list[PlacedGroup] = []
         refusals: dict[str, tuple[Reason, ...]] = {}
-        for model in sorted(self._models.values(), key=_difficulty):
+        for model in sorted(self._models.values(), key=lambda model: _difficulty(model, order or _total_bytes)):
             while len(model.groups) < model.request.replicas:
                 group = self.place_one(model.request)
                 if group is None:
@@ -203,9 +205,18 @@ class Packer:
         return all(domain is not None and domain is domains[index // degree * degree] for index, domain in enumerate(domains))
 
 
-def _difficulty(model: _Model) -> tuple:
+Order = Callable[[ModelRequest, int], tuple]
+"""(request, bytes on a single rank) -> sort key."""
+
+
+def _total_bytes(request: ModelRequest, single_rank_bytes: int) -> tuple:
+    return (-single_rank_bytes,)
+
+
+def _difficulty(model: _Model, order: Order) -> tuple:
     request = model.request
-    return -request.priority, not request.pinned, -sum(model.stage_bytes(1, 1, request.device or "cuda")), request.name
+    single = sum(model.stage_bytes(1, 1, request.device or "cuda"))
+    return -request.priority, not request.pinned, *order(request, single), request.name
 
 
 def _pool(name: str, domains: list[Domain]) -> _Pool:

@@ -57,7 +57,9 @@ class Balance:
 
 
 class Consolidate:
-    """Devices in use before empty ones, then the tightest fit: as few devices as can be, and large holes stay whole."""
+    """As few devices as can be: those in use before empty ones, the tightest fit among them; the largest of the empty ones,
+    since it will hold most.
+    """
 
     def everywhere(self, free: FreeMemory, kind: str, degree: int, need_bytes: int, closeness: Closeness) -> Iterator[Spot]:
         ranking = free.ranking(kind, degree)
@@ -74,16 +76,17 @@ class Consolidate:
         return sorted(spots, key=_order)
 
     def _spot(self, domain: Domain, degree: int, start: int, need_bytes: int) -> Spot:
-        """The best run of devices: of each length the list is ordered, so the tightest is the first that opens the fewest."""
+        """The best run of neighbours in the ordered list."""
         best = None
         for first in range(start, len(domain.free) - degree + 1):
             run = domain.free[first : first + degree]
             opened = sum(-rank not in domain.used for _, rank in run)
-            score = (opened, sum(amount for amount, _ in run) - degree * need_bytes)
+            left = sum(amount for amount, _ in run) - degree * need_bytes
+            score = (opened, -left if opened else left)
             if best is None or score < best.score:
                 best = Spot(score, domain, first)
             if not opened:
-                break
+                break  # later ones are less tight
         assert best is not None
         return best
 

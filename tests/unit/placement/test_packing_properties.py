@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sites import model, node
 
+from placement.consolidation import consolidate, devices_needed, devices_used
 from placement.packing import place
 from placement.scoring import BALANCE, CONSOLIDATE
 from placement.types import Device, ModelRequest, Plan, Snapshot
@@ -119,3 +120,14 @@ def test_a_refused_single_rank_model_truly_has_no_device(snapshot: Snapshot, pol
             (need,) = alone.groups[0].bytes_per_rank
             allowed = [size for (pool, _), size in free.items() if not request.pools or pool in request.pools]
             assert all(size < need for size in allowed)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sites())
+def test_consolidation_is_valid_and_never_uses_more_devices(snapshot: Snapshot) -> None:
+    plan = consolidate(snapshot, rounds=3)
+    check(snapshot, plan)
+    packed = place(snapshot, CONSOLIDATE)
+    assert (len(plan.refusals), devices_used(plan.groups)) <= (len(packed.refusals), devices_used(packed.groups))
+    assert devices_used(plan.groups) >= devices_needed(snapshot.devices, plan.groups)
+    assert consolidate(snapshot, rounds=3) == plan

@@ -1,0 +1,199 @@
+"""Moving placed groups between devices to close some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from placement.types import Device, ModelRequest, PlacedGroup
+
+_MAX_DEPTH = 4
+
+
+@dataclass(eq=False)
+class _Item:
+    """One worker group. Only tensor-parallel groups of one stage move; pipelines stay."""
+
+    group: PlacedGroup
+    movable: bool
+    domains: list[list[int]]  # devices of each domain it may live in
+    bins: tuple[int, ...]
+
+    @property
+    def need(self) -> int:
+        return self.group.bytes_per_rank[0]
+
+
+class Bins:
+    def __init__(self, devices: Iterable[Device], models: Iterable[ModelRequest], groups: Iterable[PlacedGroup]) -> None:
+        usable = [device for device in devices if device.healthy and not device.cordoned]
+        self._devices = sorted(usable, key=lambda device: (device.pool, device.rank))
+        index = {(device.pool, device.rank): at for at, device in enumerate(self._devices)}
+        self._free = [device.capacity_bytes - device.foreign_bytes for device in self._devices]
+        self._on: list[set[_Item]] = [set() for _ in self._devices]
+        requests = {request.name: request for request in models}
+        domains: dict[tuple[str, str, str], list[int]] = {}
+        for at, device in enumerate(self._devices):
+            domains.setdefault((device.pool, device.node, device.nvlink_domain), []).append(at)
+        allowed: dict[tuple, list[list[int]]] = {}
+        self._items: list[_Item] = []
+        for group in sorted(groups, key=lambda group: (group.model, group.pool, group.ranks)):
+            request = requests[group.model]
+            kind = self._devices[index[group.pool, group.ranks[0]]].kind
+            key = (request.pools, kind, group.tensor_parallel)
+            if key not in allowed:
+                allowed[key] = [
+                    members
+                    for (pool, _, _), members in domains.items()
+                    if (not request.pools or pool in request.pools)
+                    and self._devices[members[0]].kind == kind
+                    and len(members) >= group.tensor_parallel
+                ]
+            item = _Item(
+                group, group.pipeline_parallel == 1, allowed[key], tuple(index[group.pool, rank] for rank in group.ranks)
+            )
+            self._items.append(item)
+            self._put(item, item.bins)
+        self._open = {at for at, items in enumerate(self._on) if items}
+        self._steps = 0
+
+    def groups(self) -> Iterable[PlacedGroup]:
+        for item in self._items:
+            ranks = tuple(self._devices[at].rank for at in item.bins)
+            if item.movable:
+                ranks = tuple(sorted(ranks))
+            yield replace(item.group, pool=self._devices[item.bins[0]].pool, ranks=ranks)
+
+    def close_one(self, steps: int) -> bool:
+        """Empty one device for good; False, and nothing changed, when none can be within `steps` moves each."""
+        order = sorted(self._open, key=lambda at: (self._load(at), at))
+        for at in order:
+            items = sorted(self._on[at], key=lambda item: (-item.need, item.group.model, item.bins))
+            if not all(item.movable for item in items):
+                continue
+            room = sum(self._free[other] for other in self._open if other != at)
+            if room < self._load(at):
+                break  # the others are heavier still
+            self._steps = steps
+            self._open.remove(at)
+            log: list[tuple[_Item, tuple[int, ...]]] = []
+            for item in items:
+                log.append((item, item.bins))
+                self._take(item)
+            if self._place_all(items, _MAX_DEPTH, log):
+                return True
+            self._undo(log, 0)
+            self._open.add(at)
+        return False
+
+    def _load(self, at: int) -> int:
+        return sum(item.need if item.movable else max(item.group.bytes_per_rank) for item in self._on[at])
+
+    def _place_all(self, items: list[_Item], depth: int, log: list[tuple[_Item, tuple[int, ...]]]) -> bool:
+        """All of them, or as before."""
+        mark = len(log)
+        for item in items:
+            if not self._place(item, depth, log):
+                self._undo(log, mark)
+                return False
+        return True
+
+    def _place(self, item: _Item, depth: int, log: list[tuple[_Item, tuple[int, ...]]]) -> bool:
+        self._steps -= 1
+        spot = self._tightest(item)
+        if spot is not None:
+            log.append((item, ()))
+            self._put(item, spot)
+            return True
+        if depth == 0 or self._steps <= 0:
+            return False
+        for spot, ejected in self._with_ejections(item):
+            mark = len(log)
+            for other in ejected:
+                log.append((other, other.bins))
+                self._take(other)
+            log.append((item, ()))
+            self._put(item, spot)
+            if self._place_all(ejected, depth - 1, log):
+                return True
+            self._undo(log, mark)
+            if self._steps <= 0:
+                return False
+        return False
+
+    def _tightest(self, item: _Item) -> tuple[int, ...] | None:
+        """The open devices of one domain that it fits into with the least left over."""
+        best: tuple[int, tuple[int, ...]] | None = None
+        degree, need = item.group.tensor_parallel, item.need
+        for members in item.domains:
+            fitting = sorted((self._free[at], at) for at in members if at in self._open and self._free[at] >= need)
+            if len(fitting) < degree:
+                continue
+            left = sum(free for free, _ in fitting[:degree])
+            if best is None or left < best[0]:
+                best = (left, tuple(at for _, at in fitting[:degree]))
+        return None if best is None else best[1]
+
+    def _with_ejections(self, item: _Item) -> Iterable[tuple[tuple[int, ...], list[_Item]]]:
+        """(devices, items to take off them) where the item then fits: first where the least is ejected."""
+        degree, need = item.group.tensor_parallel, item.need
+        choices = []
+        for members in item.domains:
+            costs = []
+            for at in members:
+                if at not in self._open:
+                    continue
+                for ejected in self._ejections(at, need):
+                    costs.append((sum(other.need * len(other.bins) for other in ejected), at, ejected))
+            costs.sort(key=lambda cost: cost[:2])
+            if degree == 1:
+                choices += [(cost, (at,), ejected) for cost, at, ejected in costs]
+                continue
+            cheapest: dict[int, tuple[int, list[_Item]]] = {}
+            for cost, at, ejected in costs:
+                cheapest.setdefault(at, (cost, ejected))
+            if len(cheapest) >= degree:
+                chosen = sorted(cheapest, key=lambda at: (cheapest[at][0], at))[:degree]
+                ejected = list(dict.fromkeys(other for at in chosen for other in cheapest[at][1]))
+                choices.append((sum(cheapest[at][0] for at in chosen), tuple(chosen), ejected))
+        choices.sort(key=lambda choice: choice[:2])
+        for _, spot, ejected in choices:
+            yield spot, sorted(ejected, key=lambda other: (-other.need, other.group.model, other.bins))
+
+    def _ejections(self, at: int, need: int) -> Iterable[list[_Item]]:
+        """Smaller items whose leaving makes room: none, one, or two."""
+        lack = need - self._free[at]
+        if lack <= 0:
+            yield []
+            return
+        smaller = sorted(
+            (item for item in self._on[at] if item.movable and item.need < need),
+            key=lambda item: (item.need, item.group.model, item.bins),
+        )
+        for item in smaller:
+            if item.need >= lack:
+                yield [item]
+        for first, item in enumerate(smaller):
+            for other in smaller[first + 1 :]:
+                if item.need < lack and other.need < lack and lack <= item.need + other.need < need:
+                    yield [item, other]
+
+    def _put(self, item: _Item, spot: tuple[int, ...]) -> None:
+        item.bins = spot
+        for at, size in zip(spot, item.group.bytes_per_rank, strict=True):
+            self._free[at] -= size
+            self._on[at].add(item)
+
+    def _take(self, item: _Item) -> None:
+        for at, size in zip(item.bins, item.group.bytes_per_rank, strict=True):
+            self._free[at] += size
+            self._on[at].discard(item)
+        item.bins = ()
+
+    def _undo(self, log: list[tuple[_Item, tuple[int, ...]]], mark: int) -> None:
+        while len(log) > mark:
+            item, bins = log.pop()
+            if item.bins:
+                self._take(item)
+            if bins:
+                self._put(item, bins)

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from sites import model, node
+
+from placement.consolidation import consolidate, devices_needed, devices_used
+from placement.packing import place
+from placement.scoring import CONSOLIDATE
+from placement.types import Snapshot
+
+
+def test_what_greedy_packing_misses() -> None:
+    """Largest first puts 10 with 8, and then needs a third device; 10+6+6 and 8+8+6 fill two."""
+    sizes = (10, 8, 8, 6, 6, 6)
+    # 0.24 GiB beside the weights on each: graphs, slack and activations.
+    models = tuple(model(f"m{index}", size - 0.5) for index, size in enumerate(sizes))
+    snapshot = Snapshot(node("p", "n", 6, 22), models)
+    assert devices_used(place(snapshot, CONSOLIDATE).groups) == 3
+    assert devices_used(consolidate(snapshot).groups) == 2
+
+
+def test_wide_groups_move_together() -> None:
+    models = (model("wide", 20, tensor_parallel=2, pipeline_parallel=1), *(model(f"s{index}", 9) for index in range(2)))
+    plan = consolidate(Snapshot(node("p", "n", 4, 24), models))
+    assert devices_used(plan.groups) == 2
+
+
+def test_what_did_not_move_is_kept() -> None:
+    snapshot = Snapshot(node("p", "n", 4, 24), tuple(model(f"m{index}", 10) for index in range(4)))
+    spread = place(snapshot).groups
+    plan = consolidate(Snapshot(snapshot.devices, snapshot.models, spread))
+    assert devices_used(plan.groups) == 2
+    assert len(plan.kept) == 2
+    assert len(plan.loads) == len(plan.unloads) == 2
+    assert consolidate(Snapshot(snapshot.devices, snapshot.models, plan.groups)).kept == plan.groups
+
+
+def test_the_bound_counts_bytes_and_width() -> None:
+    devices = node("p", "n", 8, 24)
+    plan = place(Snapshot(devices, (model("wide", 4, tensor_parallel=8, pipeline_parallel=1), model("m", 20))))
+    assert devices_needed(devices, plan.groups) == 8
+    plan = place(Snapshot(devices, (model("a", 20), model("b", 20))))
+    assert devices_needed(devices, plan.groups) == 2
