@@ -2,8 +2,9 @@
 
 A *lane* is a stream on one physical path (host to GPU, GPU to host, peer GPU to GPU, host to GPU through a peer). Each lane has
 a thread that takes one chunk from the transfer whose turn it is, so that wakes that run at once share the link evenly, and
-several lanes of one link take chunks of the same transfer at the pace each can go. At most `window_bytes` wait in a lane's
-stream: enough to bridge a busy interpreter, little enough that a new transfer starts within milliseconds.
+several lanes of one link take chunks of the same transfer at the pace each can go. About `window_bytes` wait in a lane's
+stream, filled up again when half of them have gone: half bridges the time the thread needs to get a busy interpreter's lock,
+the whole is little enough that a new transfer starts within milliseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Literal, Protocol
 import torch
 
 Link = Literal["host_in", "host_out", "peer"]
-WINDOW_BYTES = 512 * 2**20  # 9 ms of a PCIe Gen5 link
+WINDOW_BYTES = 768 * 2**20  # 14 ms of a PCIe Gen5 link; half of it more than the interpreter's switch interval of 5 ms
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,12 @@ class Transfer:
             while self._sent_to in self._sent:
                 self._sent.remove(self._sent_to)
                 self._sent_to += 1
+            reached = len(self._reached)
             while len(self._reached) < len(self._marks) and self._marks[len(self._reached)] <= self._sent_to:
                 self._reached.append(tuple(self._newest.values()))
             self._ended = self._ended or self._sent_to == self._chunks
-            self._moved.notify_all()
+            if self._ended or len(self._reached) > reached:
+                self._moved.notify_all()
 
     def stop(self, error: BaseException) -> None:
         """No more chunks; the first error counts."""
@@ -152,11 +155,7 @@ class CopyEngine:
 
     def __init__(self, lanes: Sequence[Lane], window_bytes: int = WINDOW_BYTES) -> None:
         self._window_bytes = window_bytes
-        self._changed = threading.Condition()
-        self._turns: dict[Link, deque[Transfer]] = {"host_in": deque(), "host_out": deque(), "peer": deque()}
-        self._sending: dict[Transfer, int] = {}
-        self._closing = False
-        self._links = {lane.link for lane in lanes}
+        self._turns: dict[Link, _Turns] = {lane.link: _Turns() for lane in lanes}
         self._threads = [
             threading.Thread(target=self._serve, args=(lane,), name=f"copy-{lane.name}", daemon=True) for lane in lanes
         ]
@@ -165,66 +164,86 @@ class CopyEngine:
 
     def submit(self, transfer: Transfer) -> None:
         """Start a transfer. ValueError when no lane goes its way."""
-        if transfer.link not in self._links:
-            raise ValueError(f"transfer {transfer.name}: no lane for {transfer.link}; there are {sorted(self._links)}")
-        with self._changed:
-            self._turns[transfer.link].append(transfer)
-            self._changed.notify_all()
+        turns = self._turns.get(transfer.link)
+        if turns is None:
+            raise ValueError(f"transfer {transfer.name}: no lane for {transfer.link}; there are {sorted(self._turns)}")
+        turns.add(transfer)
 
     def close(self) -> None:
         """Finish what was submitted, then end the threads."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
+        for turns in self._turns.values():
+            turns.close()
         for thread in self._threads:
             thread.join()
 
     def _serve(self, lane: Lane) -> None:
+        turns = self._turns[lane.link]
         queue: deque[tuple[Arrival, int]] = deque()
-        while (transfer := self._next_turn(lane.link)) is not None:
+        while (transfer := turns.take()) is not None:
             try:
-                self._send_one(lane, transfer, queue)
+                self._send_one(lane, transfer, turns, queue)
             except BaseException as error:  # noqa: BLE001  whoever waits for the transfer gets it
                 transfer.stop(error)
-            self._done_sending(transfer)
+            turns.done(transfer)
         lane.close()
 
-    def _send_one(self, lane: Lane, transfer: Transfer, queue: deque[tuple[Arrival, int]]) -> None:
+    def _send_one(self, lane: Lane, transfer: Transfer, turns: _Turns, queue: deque[tuple[Arrival, int]]) -> None:
         taken = transfer.take()
         if taken is None:
             return
-        self._pass_turn(transfer)
+        turns.add(transfer)
         number, chunk = taken
         event = lane.copy(chunk)
         transfer.sent(lane.name, number, event)
         queue.append((event, chunk.size_bytes))
-        while sum(size for _, size in queue) > self._window_bytes:
-            queue.popleft()[0].synchronize()
+        queued_bytes = sum(size for _, size in queue)
+        if queued_bytes <= self._window_bytes:
+            return
+        while queued_bytes > self._window_bytes // 2:
+            event, size = queue.popleft()
+            queued_bytes -= size
+        event.synchronize()
 
-    def _next_turn(self, link: Link) -> Transfer | None:
-        """Waits for a transfer and takes the turn from it; None when the engine closes."""
-        turns = self._turns[link]
+
+class _Turns:
+    """The transfers of one link in the order of their turns. A lane that takes one adds it again once it has its chunk."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._waiting: deque[Transfer] = deque()
+        self._sending: dict[Transfer, int] = {}  # How many lanes are sending a chunk of it
+        self._closing = False
+
+    def add(self, transfer: Transfer) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: turns or (self._closing and not any(each.link == link for each in self._sending)))
-            if not turns:
+            self._waiting.append(transfer)
+            self._changed.notify()
+
+    def take(self) -> Transfer | None:
+        """Wait for a transfer and take its turn; None when the engine closes."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or (self._closing and not self._sending))
+            if not self._waiting:
                 return None
-            transfer = turns.popleft()
+            transfer = self._waiting.popleft()
             self._sending[transfer] = self._sending.get(transfer, 0) + 1
             return transfer
 
-    def _pass_turn(self, transfer: Transfer) -> None:
-        with self._changed:
-            self._turns[transfer.link].append(transfer)
-            self._changed.notify_all()
-
-    def _done_sending(self, transfer: Transfer) -> None:
+    def done(self, transfer: Transfer) -> None:
+        """The lane has sent its chunk, or failed to. The last one out of a failed transfer ends it."""
         with self._changed:
             self._sending[transfer] -= 1
             last = self._sending[transfer] == 0
             if last:
                 del self._sending[transfer]
-            if transfer.failed and last and transfer in self._turns[transfer.link]:
-                self._turns[transfer.link].remove(transfer)
-            self._changed.notify_all()
-        if transfer.failed and last:
+            if last and transfer.failed and transfer in self._waiting:
+                self._waiting.remove(transfer)
+            if self._closing:
+                self._changed.notify_all()
+        if last and transfer.failed:
             transfer.end_failed()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()

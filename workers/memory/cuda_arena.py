@@ -62,8 +62,9 @@ class CudaRegion:
         self.address = arena.driver.reserve(self.reserved_bytes, page_bytes)
         self._handles: list[int | None] = [None] * (self.reserved_bytes // page_bytes)
         self._storage = arena.driver.storage(self.address, self.reserved_bytes)
-        device = self._storage.device
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=device).set_(self._storage, 0, (self.reserved_bytes,), (1,))
+        with torch.inference_mode(False):  # Else nobody could write to it outside of inference mode
+            empty = torch.empty(0, dtype=torch.uint8, device=self._storage.device)
+            self._bytes = empty.set_(self._storage, 0, (self.reserved_bytes,), (1,))
 
     def commit(self, size_bytes: int) -> None:
         """Bytes 0..size become usable, those beyond are given back. Both at once need room for both."""

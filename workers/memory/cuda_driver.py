@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
+from workers.memory.short_calls import CudaError, CudaEvent, ShortCalls, failure
 
-class CudaError(RuntimeError):
-    """A driver call failed. The message names the call and the driver's error."""
+# A grant of a larger range takes over 0.2 ms, during which other threads should run.
+SHORT_GRANT_BYTES = 256 * 2**20
 
 
 class CudaDriver:
@@ -41,6 +42,7 @@ class CudaDriver:
         self._physical.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._physical.location = self._location(device)
         self._access = [self._grant_to(member) for member in (device, *peers)]
+        self._short = ShortCalls(device, peers)
 
     # ---------------------------------------------------------------- virtual memory
 
@@ -65,11 +67,14 @@ class CudaDriver:
 
     def map(self, address: int, size_bytes: int, handle: int) -> None:
         """Put physical memory under an address. Usable after `grant`."""
-        self._check("cuMemMap", self._cu.cuMemMap(address, size_bytes, 0, handle, 0))
+        self._short.map(address, size_bytes, handle)
 
     def grant(self, address: int, size_bytes: int) -> None:
         """Let this GPU and its peers read and write a mapped range."""
-        self._check("cuMemSetAccess", self._cu.cuMemSetAccess(address, size_bytes, self._access, len(self._access)))
+        if size_bytes <= SHORT_GRANT_BYTES:
+            self._short.grant(address, size_bytes)
+        else:
+            self._check("cuMemSetAccess", self._cu.cuMemSetAccess(address, size_bytes, self._access, len(self._access)))
 
     def unmap(self, address: int, size_bytes: int) -> None:
         """Take physical memory away from a range that consists of whole mappings."""
@@ -108,9 +113,13 @@ class CudaDriver:
     def close_stream(self, stream: torch.cuda.ExternalStream) -> None:
         self._check("cuStreamDestroy", self._cu.cuStreamDestroy(stream.cuda_stream))
 
+    def event(self, stream: torch.cuda.ExternalStream) -> CudaEvent:
+        """A point in the stream: everything enqueued so far."""
+        return CudaEvent(self._short, stream.cuda_stream)
+
     def copy(self, destination: int, source: int, size_bytes: int, stream: torch.cuda.ExternalStream) -> None:
         """Enqueue a copy between any two of pinned host memory, this GPU and its peers."""
-        self._check("cuMemcpyAsync", self._cu.cuMemcpyAsync(destination, source, size_bytes, stream.cuda_stream))
+        self._short.copy(destination, source, size_bytes, stream.cuda_stream)
 
     # ---------------------------------------------------------------- host memory
 
@@ -140,6 +149,4 @@ class CudaDriver:
         status = answer[0]
         if status == self._cu.CUresult.CUDA_SUCCESS:
             return answer[1] if len(answer) == 2 else answer[1:]
-        if status == self._cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise MemoryError(f"{call} on GPU {self.device}: {status.name}")
-        raise CudaError(f"{call} on GPU {self.device}: {status.name}")
+        raise failure(call, self.device, int(status), status.name)

@@ -8,7 +8,7 @@ import torch
 
 from workers.memory.copy_engine import Arrival, Chunk, Lane, Link
 from workers.memory.cuda_arena import CudaArena, CudaRegion
-from workers.memory.cuda_driver import CudaDriver
+from workers.memory.cuda_driver import CudaDriver, CudaEvent
 
 
 class StreamLane:
@@ -25,9 +25,7 @@ class StreamLane:
             self._driver.make_current()
             self._stream = self._driver.stream()
         self._driver.copy(chunk.destination, chunk.source, chunk.size_bytes, self._stream)
-        event = torch.cuda.Event(blocking=True)
-        event.record(self._stream)
-        return event
+        return self._driver.event(self._stream)
 
     def close(self) -> None:
         if self._stream is not None:
@@ -49,7 +47,7 @@ class ForwardLane:
         self._staging = staging
         self._streams: list[torch.cuda.ExternalStream] = []
         self._turn = 0
-        self._last: torch.cuda.Event | None = None
+        self._last: CudaEvent | None = None
         staging.commit(2 * staging.page_bytes)
 
     def copy(self, chunk: Chunk) -> Arrival:
@@ -63,10 +61,8 @@ class ForwardLane:
         self._driver.copy(chunk.destination, page, chunk.size_bytes, stream)
         if self._last is not None:
             self._last.wait(stream)
-        event = torch.cuda.Event(blocking=True)
-        event.record(stream)
-        self._last = event
-        return event
+        self._last = self._driver.event(stream)
+        return self._last
 
     def close(self) -> None:
         for stream in self._streams:
