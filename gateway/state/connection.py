@@ -5,7 +5,7 @@ from __future__ import annotations
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from gateway.api.errors import YardError, unavailable
@@ -37,4 +37,6 @@ def refused(error: BaseException, what: str) -> YardError:
         return unavailable(
             f"{what}: the store did not answer in {CALL_TIMEOUT_S} s, so it may or may not be done; look, then repeat", 2.0
         )
+    if isinstance(error, ResponseError):
+        return unavailable(f"{what}: the store refuses it ({error}); see to its role, memory or access rules", 2.0)
     return unavailable(f"{what}: the store cannot be reached ({error}); changes are refused until it is back", 2.0)

@@ -15,6 +15,7 @@ from gateway.controller.loop import STUCK_S, ControllerLoop
 from gateway.controller.situation import DRAIN_S, LOST_S
 from gateway.state.lease import Lease
 from gateway.state.store import SiteStore
+from placement.types import PlacedGroup
 
 
 class Controllers:
@@ -325,6 +326,28 @@ async def test_rule_1_without_the_lease_nothing_is_done(controllers: Controllers
     with pytest.raises(StaleFence):
         await controllers.loop.once()
     assert not [effect for effect in world.effects if effect.startswith("assign")]
+
+
+async def test_rule_1_a_lease_that_ends_within_a_pass_ends_its_effects(controllers: Controllers) -> None:
+    """Rule 1: it is looked at before each effect, not once a pass."""
+    world = controllers.world
+    world.want("Pool", "p", pool_spec())
+    await controllers.settle()
+    save = world.save_placement
+
+    async def save_and_lose(groups: tuple[PlacedGroup, ...]) -> bool:
+        saved = await save(groups)
+        await controllers.lease.release()
+        return saved
+
+    world.save_placement = save_and_lose  # type: ignore[method-assign]
+    world.want("Model", "m", model_spec())
+    world.effects.clear()
+    await controllers.lease.hold()
+    with pytest.raises(StaleFence):
+        await controllers.loop.once()
+    assert "save" in world.effects
+    assert "assign p" not in world.effects
 
 
 async def test_a_bug_in_a_pass_is_reported_and_ends_in_bad_health(controllers: Controllers) -> None:
