@@ -37,12 +37,15 @@ class SequenceTable:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def prepare(self, step: Step, kv: PagedKv, dtype: torch.dtype) -> StepInputs:
-        """Apply what the step says of its sequences. ValueError when it contradicts what this rank knows."""
+    def prepare(self, step: Step, kv: PagedKv, dtype: torch.dtype) -> StepInputs | None:
+        """Apply what the step says of its sequences. None when it only releases some.
+
+        ValueError when it contradicts what this rank knows.
+        """
         for sequence in step.released:
             self._sequences.pop(sequence, None)
         if not step.sequences:
-            raise ValueError(f"step {step.step} has no sequences")
+            return None
         parts = [self._part(part, kv) for part in step.sequences]
         # Decodes first, by length: what attention groups together lies together.
         order = sorted(range(len(parts)), key=lambda i: (len(parts[i][1]) > 1, parts[i][0].start))

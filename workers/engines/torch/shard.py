@@ -16,7 +16,7 @@ from workers.engines.torch.sampler import sample
 from workers.engines.torch.sequences import SequenceTable, StepInputs
 from workers.engines.torch.stage import StageModel
 from workers.engines.torch.threads import ComputeThreads
-from workers.messages import HeldShard, LoadShard, Step, StepDone
+from workers.messages import HeldShard, LoadShard, SampledToken, Step, StepDone
 
 
 @dataclass(frozen=True)
@@ -85,38 +85,48 @@ class TorchShard:
         self._threads.use()
         with torch.inference_mode():
             inputs = self._sequences.prepare(step, self._kv, self._compute)
-            self._holder.batch = inputs.attention
-            try:
-                logits = self._forward(inputs)
-            finally:
-                self._holder.batch = None
-            if logits is None:
-                return None
-            sampled = sample(logits, inputs.sample_sequences, inputs.sample_states) if inputs.sample_sequences else ()
+            sampled = self._compute_step(inputs) if inputs else ()
+        if not self._stage.is_last:
+            return None
         for one in sampled:
             self._sequences.remember(one.sequence, one.token)
         if self._comm.tensor_rank:
             return None
         return StepDone(step.step, step.group_id, sampled, time.perf_counter() - started)
 
-    def _forward(self, inputs: StepInputs) -> torch.Tensor | None:
-        """Logits of the rows to sample, on the last stage; None on the others, which pass hidden states on."""
+    def _compute_step(self, inputs: StepInputs) -> tuple[SampledToken, ...]:
+        self._holder.batch = inputs.attention
+        try:
+            hidden = self._forward(inputs)
+        finally:
+            self._holder.batch = None
+        if not self._stage.is_last:
+            self._comm.send_next(hidden)
+            return ()
+        if not inputs.sample_sequences:
+            return ()
+        # Every shard of the last stage samples, from the same logits, so that each knows its own last token.
+        logits = self._head(hidden[0].index_select(0, inputs.sample_rows))
+        return sample(logits, inputs.sample_sequences, inputs.sample_states)
+
+    def _forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Hidden states after this stage's layers, [1, tokens, hidden]."""
         stage = self._stage
         if stage.is_first:
             hidden = self._embedding(inputs.tokens)
         else:
             hidden = torch.empty((1, inputs.tokens.shape[1], self._hidden), dtype=self._compute)
             self._comm.recv_previous(hidden)
-        hidden = stage.base(inputs_embeds=hidden, position_ids=inputs.positions, use_cache=False).last_hidden_state
-        if not stage.is_last:
-            self._comm.send_next(hidden)
-            return None
-        return self._head(hidden[0].index_select(0, inputs.sample_rows))
+        return stage.base(inputs_embeds=hidden, position_ids=inputs.positions, use_cache=False).last_hidden_state
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._model.lm_head(hidden)
         softcap = getattr(self._model.config, "final_logit_softcapping", None)
         return logits if softcap is None else torch.tanh(logits.float() / softcap) * softcap
+
+    def set_threads(self, count: int) -> None:
+        """From the next step on."""
+        self._threads = ComputeThreads(count)
 
     def grow_kv(self, blocks: int) -> None:
         self._kv.grow(blocks)

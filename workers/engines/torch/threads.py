@@ -20,10 +20,9 @@ class ComputeThreads:
         self._set = threading.local()
 
     def use(self) -> None:
-        if getattr(self._set, "done", False):
-            return
-        torch.set_num_threads(self.count)
-        self._set.done = True
+        if getattr(self._set, "count", 0) != self.count:
+            torch.set_num_threads(self.count)
+            self._set.count = self.count
 
 
 @functools.cache
