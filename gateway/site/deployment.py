@@ -20,7 +20,7 @@ _POOL_PREFIX = "modelyard-pool-"
 
 def load(environment: Mapping[str, str]) -> None:
     """Imports Ray, which takes seconds; its settings must be in the environment before. Meant for a thread beside other work."""
-    os.environ.update(environment)
+    os.environ.update({name: value for name, value in environment.items() if name.startswith("RAY_")})
     warnings.filterwarnings("ignore", category=FutureWarning, module="ray")
     import ray.serve  # noqa: F401
 
@@ -102,13 +102,13 @@ def undeploy(*, whole_serve: bool) -> None:
     if client is not None:
         present = list(serve.status().applications)
         first = [name for name in (apps.GATEWAY_APP, apps.CONTROLLER_APP) if name in present]
-        pools = [name for name in present if name.startswith(apps.pool_app_name(""))]
-        for names in (first, pools):
-            if names:
-                client.delete_apps(names, blocking=True)
+        if first:
+            client.delete_apps(first, blocking=True)
         if whole_serve:
             serve.shutdown()
             return
+        if pools := [name for name in present if name.startswith(apps.pool_app_name(""))]:
+            client.delete_apps(pools, blocking=True)
     for actor in cast("list[dict[str, str]]", ray.util.list_named_actors(all_namespaces=True)):
         if actor["name"].startswith(_RANK_PREFIX):
             ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))

@@ -56,7 +56,7 @@ def stop_processes(home: Home, found: state.SiteState) -> None:
         if left:
             names = ", ".join(f"{process.pid}" for process in left)
             raise YardError(ErrorCode.INTERNAL, f"processes {names} do not end, not even by SIGKILL; {home.state_file} is kept")
-    _remove_sockets(home)
+    home.clear_run_dirs()
     state.remove(home)
 
 
@@ -73,10 +73,3 @@ def _undeploy(home: Home, found: state.SiteState) -> None:
         return  # a head that does not answer has nothing to drain; its processes are ended next
     deployment.undeploy(whole_serve=found.ray_is_ours)
     deployment.disconnect()
-
-
-def _remove_sockets(home: Home) -> None:
-    if home.run_dir.is_dir():
-        for path in home.run_dir.rglob("*"):
-            if path.is_socket():
-                path.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
 """Where a site keeps its files on this machine.
 
 `.modelyard/` beside the `yard` script (or $MODELYARD_HOME) holds one site: its state file, secrets, Valkey's data, caches
-and logs. Sockets need short paths, so they and Ray's session live in a private directory of the temporary directory.
+and logs. Sockets need short paths, so they and Ray's session live in a private directory of /tmp.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import shutil
 import stat
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,7 +70,17 @@ class Home:
     def run_dir(self) -> Path:
         """Short, so that the Unix sockets below it stay under the 107 bytes the kernel allows."""
         digest = hashlib.sha256(str(self.path).encode()).hexdigest()[:8]
-        return Path(tempfile.gettempdir()) / f"yard-{os.getuid()}-{digest}"
+        return Path("/tmp") / f"yard-{os.getuid()}-{digest}"
+
+    @property
+    def shared_memory_dir(self) -> Path:
+        """What CPU ranks share. Open MPI leaves its segments behind when its processes are killed."""
+        return Path("/dev/shm") / self.run_dir.name
+
+    @property
+    def temporary_dir(self) -> Path:
+        """TMPDIR of everything that the site starts."""
+        return self.run_dir / "tmp"
 
     def create(self) -> None:
         """Makes the directories, for this user only. YardError when that fails or somebody else owns the run directory."""
@@ -85,6 +95,17 @@ class Home:
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
             raise invalid(f"{self.run_dir} is not a directory of this user; remove it or set {HOME_VARIABLE} to another home")
         self.run_dir.chmod(0o700)
+        for directory in (self.temporary_dir, self.shared_memory_dir):
+            directory.mkdir(mode=0o700, exist_ok=True)
+
+    def clear_run_dirs(self) -> None:
+        """Removes sockets and temporary files of a site that is down. Ray's session with its logs stays until the next start."""
+        for directory in (self.temporary_dir, self.shared_memory_dir):
+            shutil.rmtree(directory, ignore_errors=True)
+        if self.run_dir.is_dir():
+            for path in self.run_dir.rglob("*"):
+                if path.is_socket():
+                    path.unlink(missing_ok=True)
 
     def secrets(self) -> Secrets:
         """Reads the home's secrets; makes them, and Ray's token, the first time."""

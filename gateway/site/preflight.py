@@ -71,7 +71,7 @@ def check_disk(home: Path, run_dir: Path, home_bytes: int = _HOME_FREE_BYTES, ru
             raise YardError(
                 ErrorCode.EXHAUSTED,
                 f"the disk of {path} is full: {free >> 20} MiB free, {needed >> 20} MiB needed for {purpose}; make room, "
-                "or set MODELYARD_HOME (or TMPDIR for the run directory) to another disk",
+                "or set MODELYARD_HOME to a directory on another disk",
             )
 
 

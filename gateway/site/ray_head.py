@@ -35,6 +35,8 @@ def environment(home: Home, *, loopback: bool) -> dict[str, str]:
     metrics, dashboard_metrics = free_ports(2)
     return {
         RUN_VARIABLE: str(home.run_dir),
+        "TMPDIR": str(home.temporary_dir),
+        "OMPI_MCA_btl_sm_backing_directory": str(home.shared_memory_dir),
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(home.ray_token_file),
         # Ray's default is 15, with which any ordinary process starves the ranks.
