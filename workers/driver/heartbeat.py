@@ -51,7 +51,7 @@ class Heartbeat:
     async def run(self, record: Callable[[], PoolRecord]) -> None:
         """Until cancelled."""
         if self._redis is None:
-            return
+            await asyncio.Event().wait()
         while True:
             self._changed.clear()
             if not await self._publish(record()):

@@ -13,7 +13,7 @@ from gateway.api.errors import unavailable
 from workers.driver.launcher import RANK_MODULE, rank_command, rank_environment
 from workers.rank.config import RankConfig, pid_path, socket_path
 
-START_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 180.0  # importing torch takes 2 s on an idle core, and a minute where 20 processes share it
 STOP_TIMEOUT_S = 5.0
 
 

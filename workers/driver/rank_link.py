@@ -11,7 +11,7 @@ import msgspec
 from gateway.api.errors import unavailable
 from workers.messages import PROTOCOL, Command, Done, Hello, Report, Welcome, decode_report, encode
 
-HANDSHAKE_TIMEOUT_S = 10.0
+HANDSHAKE_TIMEOUT_S = 60.0
 MAX_FRAME_BYTES = 64 * 2**20
 
 

@@ -18,7 +18,7 @@ from workers.driver.canary import AnswerStore
 from workers.driver.heartbeat import Heartbeat
 from workers.driver.launcher import RankLauncher
 from workers.driver.local_ranks import LocalRanks
-from workers.driver.loop import PoolLoop
+from workers.driver.loop import ModelReader, PoolLoop
 from workers.driver.observe import group_records, rank_records
 from workers.driver.reader import CheckpointReader
 from workers.driver.server import PoolServer
@@ -34,7 +34,14 @@ STOP_GRACE_S = 20.0
 class PoolDriverReplica:
     """One pool. `launcher` says where its ranks run; by default inside Ray when Ray is there, else as child processes."""
 
-    def __init__(self, runtime: Runtime, pool: str, spec_json: str, launcher: RankLauncher | None = None) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        pool: str,
+        spec_json: str,
+        launcher: RankLauncher | None = None,
+        reader: ModelReader | None = None,
+    ) -> None:
         self._runtime = runtime
         self._pool = pool
         self._spec = PoolSpec.model_validate_json(spec_json)
@@ -45,7 +52,7 @@ class PoolDriverReplica:
             pool,
             self._spec,
             launcher or self._default_launcher(),
-            CheckpointReader(cache_dir, self._answers),
+            reader or CheckpointReader(cache_dir, self._answers),
             self._heartbeat,
             runtime.secret,
         )

@@ -40,7 +40,7 @@ from workers.rank.config import RankConfig, pid_path
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES = 64 * 2**20
-HELLO_TIMEOUT_S = 5.0
+HELLO_TIMEOUT_S = 30.0
 CLOSE_TIMEOUT_S = 10.0
 EXIT_FATAL = 70
 
