@@ -6,12 +6,13 @@ A domain is what a tensor-parallel stage must stay inside: one pool, one node, o
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from placement.types import Device
 
 DomainKey = tuple[str, str, str]  # pool, node, NVLink domain
+_BELOW_ALL = -(2**62)
 
 
 @dataclass(eq=False)
@@ -22,10 +23,21 @@ class Domain:
     # (free bytes, -rank), ascending: of equal ones the lowest rank comes last, where the most free ones are taken from.
     free: list[tuple[int, int]] = field(default_factory=list)
     used: set[int] = field(default_factory=set)  # ranks with reservations
+    used_free: list[tuple[int, int]] = field(default_factory=list)  # of `free`, those in use
+    sort: int = 0  # domains of one sort are alike while none of their devices is in use
 
     def fitting(self, need_bytes: int) -> int:
         """How many devices have so much free."""
-        return len(self.free) - bisect_left(self.free, (need_bytes, -(2**62)))
+        return len(self.free) - bisect_left(self.free, (need_bytes, _BELOW_ALL))
+
+    def used_fitting(self, need_bytes: int) -> int:
+        """How many of the devices in use have."""
+        return len(self.used_free) - bisect_left(self.used_free, (need_bytes, _BELOW_ALL))
+
+    def without(self, ranks: Container[int]) -> Domain:
+        """The same domain as if it had fewer devices."""
+        free, used_free = ([entry for entry in listed if -entry[1] not in ranks] for listed in (self.free, self.used_free))
+        return Domain(self.key, self.kind, self.index, free, self.used, used_free, self.sort)
 
 
 class FreeMemory:
@@ -49,11 +61,18 @@ class FreeMemory:
             domain.free.append((self._free[place], -device.rank))
         self.pools: dict[str, list[Domain]] = {}
         self.domains = [domains[key] for key in sorted(domains)]
+        sorts: dict[tuple[int, ...], int] = {}
         for index, domain in enumerate(self.domains):
             domain.index = index
             domain.free.sort()
+            domain.sort = sorts.setdefault(tuple(amount for amount, _ in domain.free), len(sorts))
             self.pools.setdefault(domain.key[0], []).append(domain)
         self._stale: set[Domain] = set()  # whose lists are behind `_free`
+        self._in_use: dict[str, set[Domain]] = {}  # by kind
+        self._unused: dict[str, dict[int, list[int]]] = {}  # kind -> sort -> indices of the domains, ascending
+        for domain in self.domains:
+            self._in_use.setdefault(domain.kind, set())
+            self._unused.setdefault(domain.kind, {}).setdefault(domain.sort, []).append(domain.index)
         # (kind, degree) -> the degree-th largest free amount of every domain that has so many devices, with -index
         self._ranking: dict[tuple[str, int], list[tuple[int, int]]] = {}
         self._ranked: dict[tuple[str, int], list[int]] = {}  # the amount under which each domain is listed there
@@ -94,6 +113,8 @@ class FreeMemory:
         for domain in self._stale:
             pool = domain.key[0]
             domain.free = sorted((self._free[pool, -rank], rank) for _, rank in domain.free)
+            domain.used_free = [entry for entry in domain.free if -entry[1] in domain.used]
+            self._file(domain)
             for key, ranking in self._ranking.items():
                 if key[0] == domain.kind and len(domain.free) >= key[1]:
                     listed = self._ranked[key]
@@ -103,6 +124,26 @@ class FreeMemory:
                         insort(ranking, (amount, -domain.index))
                         listed[domain.index] = amount
         self._stale.clear()
+
+    def _file(self, domain: Domain) -> None:
+        in_use, unused = self._in_use[domain.kind], self._unused[domain.kind][domain.sort]
+        if domain.used and domain not in in_use:
+            in_use.add(domain)
+            del unused[bisect_left(unused, domain.index)]
+        elif not domain.used and domain in in_use:
+            in_use.remove(domain)
+            insort(unused, domain.index)
+
+    def in_use(self, kind: str) -> Iterable[Domain]:
+        """Domains with a reservation, in no order."""
+        self.settle()
+        return self._in_use.get(kind, ())
+
+    def unused(self, kind: str) -> Iterator[Iterator[Domain]]:
+        """The others, those that are alike together, by index."""
+        self.settle()
+        for indices in self._unused.get(kind, {}).values():
+            yield (self.domains[index] for index in indices)
 
     def ranking(self, kind: str, degree: int) -> list[tuple[int, int]]:
         """Ascending (bytes that `degree` devices of the domain have free each, -domain index) of all domains of a kind."""

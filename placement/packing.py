@@ -70,7 +70,8 @@ class Packer:
         kept, unloads = self._keep()
         loads: list[PlacedGroup] = []
         refusals: dict[str, tuple[Reason, ...]] = {}
-        for model in sorted(self._models.values(), key=lambda model: _difficulty(model, order or _total_bytes)):
+        lacking = [model for model in self._models.values() if len(model.groups) < model.request.replicas]
+        for model in sorted(lacking, key=lambda model: _difficulty(model, order or _total_bytes)):
             while len(model.groups) < model.request.replicas:
                 group = self.place_one(model.request)
                 if group is None:
@@ -141,7 +142,7 @@ class Packer:
             return None
         if pipeline == 1:
             spot = self._one_stage(model.request, tensor, sizes[0], kind, closeness)
-            return None if spot is None else (spot.domain.key[0], spot.ranks(tensor))
+            return None if spot is None else (spot.domain.key[0], spot.ranks)
         best = None
         for pool in self._candidates(model.request, kind):
             found = place_stages(self.free.pools[pool.name], tensor, sizes, self._policy, closeness)

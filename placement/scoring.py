@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple, Protocol
 
 from placement.free_memory import Domain, FreeMemory
 
-_BELOW_ALL = -(2**62)
-
 
 class Spot(NamedTuple):
-    """`ranks` devices of one domain, from `first` on in its list of free amounts. Lower scores are better."""
+    """Devices of one domain for one stage. Lower scores are better."""
 
     score: tuple[int, ...]
     domain: Domain
-    first: int
-
-    def ranks(self, count: int) -> tuple[int, ...]:
-        return tuple(sorted(-rank for _, rank in self.domain.free[self.first : self.first + count]))
+    ranks: tuple[int, ...]  # ascending
 
 
 Closeness = Callable[[Domain], tuple[int, int]]
@@ -52,8 +46,8 @@ class Balance:
         return sorted(spots, key=_order)
 
     def _spot(self, domain: Domain, degree: int) -> Spot:
-        first = len(domain.free) - degree
-        return Spot((-domain.free[first][0],), domain, first)
+        most = domain.free[-degree:]
+        return Spot((-most[0][0],), domain, tuple(sorted(-rank for _, rank in most)))
 
 
 class Consolidate:
@@ -62,33 +56,30 @@ class Consolidate:
     """
 
     def everywhere(self, free: FreeMemory, kind: str, degree: int, need_bytes: int, closeness: Closeness) -> Iterator[Spot]:
-        ranking = free.ranking(kind, degree)
-        fitting = [free.domains[-entry[1]] for entry in ranking[bisect_left(ranking, (need_bytes, _BELOW_ALL)) :]]
-        yield from self.among(_without_doubles(fitting, closeness), degree, need_bytes)
+        domains = [domain for domain in free.in_use(kind) if domain.fitting(need_bytes) >= degree]
+        for alike in free.unused(kind):
+            domains += _one_of_each_closeness(alike, degree, need_bytes, closeness)
+        yield from self._ordered(domains, degree, need_bytes)
 
     def among(self, domains: Iterable[Domain], degree: int, need_bytes: int) -> list[Spot]:
-        spots = []
-        for domain in domains:
-            start = len(domain.free) - domain.fitting(need_bytes)
-            if len(domain.free) - start < degree:
-                continue
-            spots.append(self._spot(domain, degree, start, need_bytes))
-        return sorted(spots, key=_order)
+        fitting = (domain for domain in domains if domain.fitting(need_bytes) >= degree)
+        return list(self._ordered(fitting, degree, need_bytes))
 
-    def _spot(self, domain: Domain, degree: int, start: int, need_bytes: int) -> Spot:
-        """The best run of neighbours in the ordered list."""
-        best = None
-        for first in range(start, len(domain.free) - degree + 1):
-            run = domain.free[first : first + degree]
-            opened = sum(-rank not in domain.used for _, rank in run)
-            left = sum(amount for amount, _ in run) - degree * need_bytes
-            score = (opened, -left if opened else left)
-            if best is None or score < best.score:
-                best = Spot(score, domain, first)
-            if not opened:
-                break  # later ones are less tight
-        assert best is not None
-        return best
+    def _ordered(self, domains: Iterable[Domain], degree: int, need_bytes: int) -> Iterator[Spot]:
+        """Ascending by how many devices must be opened; what opens more is looked at only when it is asked for."""
+        by_opened: dict[int, list[Domain]] = {}
+        for domain in domains:
+            by_opened.setdefault(max(0, degree - domain.used_fitting(need_bytes)), []).append(domain)
+        for opened in sorted(by_opened):
+            yield from sorted((self._spot(domain, degree, need_bytes, opened) for domain in by_opened[opened]), key=_order)
+
+    def _spot(self, domain: Domain, degree: int, need_bytes: int, opened: int) -> Spot:
+        start = len(domain.used_free) - domain.used_fitting(need_bytes)
+        chosen = domain.used_free[start : start + degree]
+        if opened:
+            chosen = chosen + [entry for entry in domain.free if -entry[1] not in domain.used][-opened:]
+        left = sum(amount for amount, _ in chosen) - degree * need_bytes
+        return Spot((opened, -left if opened else left), domain, tuple(sorted(-rank for _, rank in chosen)))
 
 
 BALANCE = Balance()
@@ -99,14 +90,13 @@ def _order(spot: Spot) -> tuple:
     return spot.score, spot.domain.index
 
 
-def _without_doubles(domains: list[Domain], closeness: Closeness) -> Iterator[Domain]:
-    """Untouched domains with the same devices are alike: the first by index stands for all."""
-    seen: dict[tuple, Domain] = {}
-    for domain in domains:
-        if domain.used:
-            yield domain
-            continue
-        kind = (closeness(domain), *(amount for amount, _ in domain.free))
-        if kind not in seen or domain.index < seen[kind].index:
-            seen[kind] = domain
-    yield from seen.values()
+def _one_of_each_closeness(alike: Iterator[Domain], degree: int, need_bytes: int, closeness: Closeness) -> list[Domain]:
+    """Of domains that are alike: the first at each distance, and none beyond the first that is far away."""
+    found: dict[tuple[int, int], Domain] = {}
+    for domain in alike:
+        if domain.fitting(need_bytes) < degree:
+            break
+        found.setdefault(closeness(domain), domain)
+        if (0, 0) in found:
+            break
+    return list(found.values())

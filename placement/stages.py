@@ -23,7 +23,7 @@ def place_stages(
     """
     if sum(domain.fitting(min(sizes)) // tensor_parallel for domain in domains) < len(sizes):
         return None
-    rest = {domain.key: _copy(domain) for domain in domains}
+    rest = {domain.key: domain for domain in domains}
     chosen: dict[int, tuple[int, ...]] = {}
     homes: set[tuple[str, str, str]] = set()
     near = 0
@@ -35,14 +35,10 @@ def place_stages(
         if not spots:
             return None
         spot = min(spots, key=lambda spot: (closeness(spot.domain), spot.score, spot.domain.index))
-        chosen[stage] = spot.ranks(tensor_parallel)
-        del spot.domain.free[spot.first : spot.first + tensor_parallel]
+        chosen[stage] = spot.ranks
+        rest[spot.domain.key] = spot.domain.without(spot.ranks)
         homes.add(spot.domain.key)
         near += closeness(spot.domain)[0]
         scores.append(spot.score)
     total = [sum(parts) for parts in zip(*scores, strict=True)]
     return StagePlaces((near, len(homes), *total), tuple(rank for stage in range(len(sizes)) for rank in chosen[stage]))
-
-
-def _copy(domain: Domain) -> Domain:
-    return Domain(domain.key, domain.kind, domain.index, list(domain.free), domain.used)
