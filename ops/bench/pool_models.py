@@ -44,7 +44,8 @@ class Model:
     def replay_error(self) -> float:
         """Replay the graph; relative error of its logits against those before the first park. NaN where nothing was written.
 
-        Not always zero, parked or not: some matrix kernels add in an order of their own (see `measure_replay_noise`).
+        Not always zero, parked or not: torch takes cuDNN's attention for a single query, whose reduction over the context
+        varies in order, in the pool's memory as in plain memory (see `measure_replay_noise`).
         """
         self.logits.fill_(torch.nan)
         self.graph.replay()
