@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import socket
@@ -36,7 +37,8 @@ class ValkeyServer:
             "",
         ]
         with (self.folder / "valkey.log").open("ab") as log:
-            self._process = subprocess.Popen([str(binary()), *options], stdout=log, stderr=log)
+            command = [str(binary()), *options]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_end_with_parent)
         end = time.monotonic() + 10
         while time.monotonic() < end:
             with socket.socket() as probe:
@@ -62,6 +64,11 @@ class ValkeyServer:
     def _signal(self, number: signal.Signals) -> None:
         assert self._process is not None
         self._process.send_signal(number)
+
+
+def _end_with_parent() -> None:
+    """A test run that is killed leaves no server behind (Linux: PR_SET_PDEATHSIG)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def binary() -> Path:
