@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import groupby
 
 from placement.footprint import group_footprint
 from placement.free_memory import Domain, FreeMemory
 from placement.parallelism import degree_problems, degrees
-from placement.refusal import refusal
+from placement.refusal import DEVICES_LISTED, refusal
+from placement.remedies import remedies
 from placement.scoring import BALANCE, Closeness, Policy, Spot
 from placement.stages import place_stages
 from placement.types import ModelRequest, PlacedGroup, Plan, Reason, Snapshot
@@ -90,6 +90,20 @@ class Packer:
     def place_one(self, request: ModelRequest) -> PlacedGroup | None:
         """One more group of a model, reserved; None when there is no place, and nothing changed."""
         model = self._models.setdefault(request.name, _Model(request))
+        group = self._search(model)
+        if group is not None:
+            if not self.free.reserve(group.pool, group.ranks, group.bytes_per_rank):
+                raise AssertionError(f"model {request.name}: the search chose ranks without room: {group}")
+            model.groups.append(group)
+        return group
+
+    def fits(self, request: ModelRequest) -> bool:
+        """Whether `place_one` would find a place; nothing is reserved."""
+        known = self._models.get(request.name)
+        return self._search(_Model(request, list(known.groups) if known else [])) is not None
+
+    def _search(self, model: _Model) -> PlacedGroup | None:
+        request = model.request
         if degree_problems(request):
             return None
         pairs = [
@@ -99,20 +113,12 @@ class Packer:
             for pair in degrees(request, kind, *bounds)
         ]
         pairs.sort(key=lambda entry: entry[0][0] * entry[0][1])  # stable: the kind's own preference stays
-        for _, same_product in groupby(pairs, key=lambda entry: entry[0][0] * entry[0][1]):
-            for (tensor, pipeline), kind in same_product:
-                found = self._find(model, tensor, pipeline, kind)
-                if found is None:
-                    continue
-                pool, ranks = found
+        for (tensor, pipeline), kind in pairs:
+            found = self._find(model, tensor, pipeline, kind)
+            if found is not None:
                 sizes = model.stage_bytes(tensor, pipeline, kind)
-                group = PlacedGroup(
-                    request.name, pool, ranks, tensor, pipeline, tuple(size for size in sizes for _ in range(tensor))
-                )
-                if not self.free.reserve(pool, ranks, group.bytes_per_rank):
-                    raise AssertionError(f"model {request.name}: the search chose ranks without room: {group}")
-                model.groups.append(group)
-                return group
+                each = tuple(size for size in sizes for _ in range(tensor))
+                return PlacedGroup(request.name, *found, tensor, pipeline, each)
         return None
 
     def reasons(self, request: ModelRequest) -> tuple[Reason, ...]:
@@ -126,7 +132,10 @@ class Packer:
             for pool in self._pools.values()
             if _allowed(request, pool)
         }
-        return refusal(request, len(model.groups), self._snapshot.devices, self.free, needs)
+        reasons = refusal(request, len(model.groups), self._snapshot.devices, self.free, needs)
+        if len(self._devices) > DEVICES_LISTED:
+            return reasons
+        return reasons + remedies(request, self.fits)
 
     def _find(self, model: _Model, tensor: int, pipeline: int, kind: str) -> tuple[str, tuple[int, ...]] | None:
         """(pool, ranks stage-major) of the best place for one group."""

@@ -8,7 +8,7 @@ from placement.free_memory import FreeMemory
 from placement.parallelism import degree_problems
 from placement.types import Device, ModelRequest, Reason
 
-_DEVICES_LISTED = 256  # beyond so many candidate devices the reasons stay per pool
+DEVICES_LISTED = 256  # beyond so many candidate devices the reasons stay per pool
 
 Needs = Mapping[tuple[int, int], tuple[int, ...]]
 """(tensor, pipeline) -> bytes on each rank of every stage."""
@@ -32,7 +32,7 @@ def refusal(
     pools = [_pool_reason(request, name, members, free, needs.get(name, {})) for name, members in by_pool.items()]
     listed = [name for name in by_pool if not _outside(request, name, by_pool[name])]
     details: list[Reason] = []
-    if sum(len(by_pool[name]) for name in listed) <= _DEVICES_LISTED:
+    if sum(len(by_pool[name]) for name in listed) <= DEVICES_LISTED:
         details = [
             reason
             for name in listed

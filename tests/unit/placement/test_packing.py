@@ -1,14 +1,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from meta_models import meta_model, shape_of
 from sites import GIB, model, node
 
 from gateway.api.checkpoint import open_checkpoint
 from placement.packing import place
 from placement.scoring import CONSOLIDATE
-from placement.types import ModelRequest, PlacedGroup, Plan, Snapshot
+from placement.types import Device, ModelRequest, PlacedGroup, Plan, Snapshot
 
 
 def places(plan: Plan, name: str) -> list[tuple[str, tuple[int, ...], int, int]]:
@@ -114,7 +116,8 @@ def test_devices_in_trouble_are_left(trouble: dict) -> None:
 def test_foreign_memory_is_counted() -> None:
     devices = node("p", "n", 1, 24, foreign_bytes=20 * GIB)
     plan = place(Snapshot(devices, (model("a", 10),)))
-    assert "20.0 GiB taken by others" in plan.refusals["a"][-1].message
+    (device,) = (reason for reason in plan.refusals["a"] if reason.rank == 0)
+    assert "20.0 GiB taken by others" in device.message
 
 
 def test_what_is_important_is_placed_first_and_kept_longest() -> None:
@@ -179,3 +182,34 @@ class TestRefusals:
         plan = place(Snapshot(node("a", "n", 2, 12), (model("x", 10, replicas=3),)))
         assert len(plan.groups) == 2
         assert plan.refusals["x"][0].message.startswith("2 of 3 replicas are placed")
+
+
+class TestRemedies:
+    def remedies(self, request: ModelRequest, devices: tuple[Device, ...]) -> list[str]:
+        return [reason.message for reason in place(Snapshot(devices, (request,))).refusals["x"] if reason.code == "remedy"]
+
+    def big(self, **changes: Any) -> ModelRequest:
+        """Seven billion parameters in 16 bits; 0.5 MiB of keys and values a token."""
+        shape = shape_of(meta_model(model_type="llama", intermediate_size=11008))
+        return ModelRequest("x", shape, **{"tensor_parallel": 1, "pipeline_parallel": 1, "context": 4096, **changes})
+
+    def test_the_widest_precision_that_fits(self) -> None:
+        assert self.remedies(self.big(), node("a", "n", 1, 12)) == ["precision int8 would fit"]
+        assert self.remedies(self.big(), node("a", "n", 1, 8)) == ["precision int4 would fit"]
+        assert self.remedies(self.big(engine="trtllm"), node("a", "n", 1, 12)) == ["precision fp8 would fit"]
+
+    def test_the_longest_context_that_fits_is_exact(self) -> None:
+        devices = node("a", "n", 1, 15)
+        (_, context) = self.remedies(self.big(), devices)
+        tokens = int(context.removeprefix("context ≤ ").removesuffix(" would fit"))
+        assert place(Snapshot(devices, (self.big(context=tokens),))).refusals == {}
+        assert "x" in place(Snapshot(devices, (self.big(context=tokens + 256),))).refusals
+
+    def test_free_degrees_and_other_pools(self) -> None:
+        found = self.remedies(self.big(), node("a", "n", 2, 10))
+        assert "tensor_parallel auto with pipeline_parallel auto would fit" in found
+        found = self.remedies(self.big(pools=("a",)), node("a", "n", 1, 3) + node("b", "m", 1, 24))
+        assert found == ["another pool (its `pools` leaves them out) would fit"]
+
+    def test_nothing_is_promised_where_nothing_helps(self) -> None:
+        assert self.remedies(self.big(), node("a", "n", 1, 2)) == []
