@@ -61,20 +61,15 @@ class Heartbeat:
                 await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
                 await asyncio.sleep(_SETTLE_S)
 
-    async def desired_pools(self) -> set[str] | None:
-        """Names of the pools that the site wants; None when Redis does not say."""
+    async def pool_is_deleted(self) -> bool:
+        """Redis says that nobody wants this pool; False also where it does not say."""
         if self._redis is None:
-            return None
+            return False
         try:
             async with asyncio.timeout(HEARTBEAT_TTL_S):
-                names = await self._redis.hkeys(self._keys.desired("Pool"))  # type: ignore[misc]
+                return not await self._redis.hexists(self._keys.desired("Pool"), self._pool)  # type: ignore[misc]
         except (RedisError, OSError, TimeoutError):
-            return None
-        return {name.decode() if isinstance(name, bytes) else name for name in names}
-
-    async def pool_is_deleted(self) -> bool:
-        desired = await self.desired_pools()
-        return desired is not None and self._pool not in desired
+            return False
 
     async def withdraw(self) -> None:
         """The driver stops: gateways need not wait for the record to expire."""

@@ -152,20 +152,6 @@ class RayRanks:
         return bundle
 
 
-def remove_leftovers(desired: set[str]) -> list[str]:
-    """Blocking: give back the placement groups of pools that nobody wants any more; their names."""
-    prefix = group_name("")
-    removed = []
-    for info in ray.util.placement_group_table().values():
-        pool = info["name"].removeprefix(prefix)
-        if info["name"].startswith(prefix) and info["state"] != "REMOVED" and pool not in desired:
-            group = _placement_group(pool)
-            if group is not None:
-                ray.util.remove_placement_group(group)
-                removed.append(pool)
-    return removed
-
-
 def _placement_group(pool: str) -> PlacementGroup | None:
     try:
         return ray.util.get_placement_group(group_name(pool))

@@ -67,7 +67,6 @@ class PoolDriverReplica:
     async def start(self) -> None:
         endpoint = await self._server.start()
         log.info("pool %s: listening on %s", self._pool, endpoint)
-        await self._clear_leftovers()
         self.loop.start()
         self._publishing = asyncio.create_task(self._heartbeat.run(self.record), name="heartbeat")
 
@@ -114,16 +113,6 @@ class PoolDriverReplica:
             last_step_unix=state.last_step_at + self._unix_offset if state.last_step_at else 0.0,
             message=state.message if state.message or state.ranks_up else "its ranks are starting",
         )
-
-    async def _clear_leftovers(self) -> None:
-        """Give back what pools hold that were deleted while no driver of theirs lived."""
-        desired = await self._heartbeat.desired_pools() if _ray_is_there() else None
-        if desired is None or self._pool not in desired:
-            return  # Redis does not say, or is behind
-        from workers.driver.ray_ranks import remove_leftovers
-
-        for pool in await asyncio.to_thread(remove_leftovers, desired):
-            self._heartbeat.event("leftovers_removed", "", f"the placement group of pool `{pool}`, which is not wanted any more")
 
     def _default_launcher(self) -> RankLauncher:
         config = self.rank_config(self._runtime, self._pool, self._spec)
