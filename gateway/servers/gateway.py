@@ -10,6 +10,7 @@ import random
 import socket
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -49,43 +50,36 @@ class Gateway:
     def __init__(self, runtime: Runtime, *, load_text: Loader | None = None) -> None:
         self._runtime = runtime
         self._id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self._load_text = load_text or checkpoint_loader(Path(runtime.cache_dir))
         self._tasks: list[asyncio.Task[None]] = []
-        self._drained_s = DRAIN_S
         self.view = SiteView()
-
-    async def start(self) -> None:
-        """YardError when an address cannot be listened on."""
-        runtime, view = self._runtime, self.view
         self._store = SiteStore(runtime.redis_url, runtime.site)
         self._links = LinkSet(gateway=self._id, secret=runtime.secret)
-        self._library = TextLibrary(self._load_text)
-        path = GenerationPath(view, self._library, self._links, random.Random())
-        metrics = GatewayMetrics(view)
-        self._metrics = metrics
-        self._health = HealthService(path, (INFERENCE_NAME, ADMIN_NAME))
+        self._library = TextLibrary(load_text or checkpoint_loader(Path(runtime.cache_dir)))
+        self._path = GenerationPath(self.view, self._library, self._links, random.Random())
+        self._metrics = GatewayMetrics(self.view)
+        self._health = HealthService(self._path, (INFERENCE_NAME, ADMIN_NAME))
         self.servers = PublicServers(
             run_dir=Path(runtime.run_dir),
             host=ports.listen_address(runtime.bind_host),
             grpc_port=runtime.grpc_port,
             http_port=runtime.http_port,
         )
-        view.subscribe(self._follow)
-        app = openai_app(path, metrics, self._health)
+
+    async def start(self) -> None:
+        """YardError when an address cannot be listened on."""
+        self.view.subscribe(self._follow)
         await self.servers.start(
-            InferenceService(path, metrics), self._health, app, AdminService(self._store, view, runtime), runtime.secret
+            InferenceService(self._path, self._metrics),
+            self._health,
+            openai_app(self._path, self._metrics, self._health),
+            AdminService(self._store, self.view, self._runtime),
+            self._runtime.secret,
         )
-        self._spawn(SiteFeed(view, self._store).run(), "site-feed")
+        self._spawn(SiteFeed(self.view, self._store).run(), "site-feed")
         self._spawn(self._heartbeat(), "heartbeat")
         self._spawn(self._accept_when_synced(), "first-snapshot")
-        log.info(
-            "gateway %s: gRPC on %s:%d, HTTP on %s:%d",
-            self._id,
-            self.servers.host,
-            self.grpc_port,
-            self.servers.host,
-            self.http_port,
-        )
+        host = self.servers.host
+        log.info("gateway %s: gRPC on %s:%d, HTTP on %s:%d", self._id, host, self.grpc_port, host, self.http_port)
 
     @property
     def grpc_port(self) -> int:
@@ -104,14 +98,12 @@ class Gateway:
 
     async def stop(self, drain_s: float = DRAIN_S) -> None:
         """Announces that it is not ready, lets running requests finish for at most `drain_s`, then ends."""
-        self._health.set_accepting(False)
-        await self._forget()
-        if drain_s > 0:
+        if self._health.accepting:
+            self._health.set_accepting(False)
+            await self._forget()
             await asyncio.sleep(min(ANNOUNCE_S, drain_s))
         await self.servers.stop(drain_s)
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancelled(self._tasks)
         await self._links.close()
         await self._store.close()
 
@@ -170,3 +162,12 @@ class Gateway:
             degraded=self.view.degraded,
             version=self._runtime.version,
         )
+
+
+async def cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+    """Cancels until all have ended: a cancellation that falls into the connecting of the redis client is lost there."""
+    pending = set(tasks)
+    while pending:
+        for task in pending:
+            task.cancel()
+        _, pending = await asyncio.wait(pending, timeout=0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import uuid
@@ -15,7 +16,6 @@ import psutil
 from gateway.api.errors import ErrorCode, YardError
 
 _ALL_ADDRESSES = {"0.0.0.0", "::"}
-LOOPBACK_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 def listen_address(bind_host: str) -> str:
@@ -27,6 +27,12 @@ def listen_address(bind_host: str) -> str:
         probe.connect(("192.0.2.1", 9))
         return probe.getsockname()[0]
     return socket.gethostbyname(socket.gethostname())
+
+
+def is_loopback(host: str) -> bool:
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
 
 
 @contextlib.contextmanager

@@ -91,10 +91,8 @@ class PublicServers:
     async def _start_grpc(
         self, inference: InferenceService, health: HealthService, admin: AdminServicer | None, secret: str
     ) -> None:
-        loopback = self.host in ports.LOOPBACK_HOSTS
-        server = grpc.aio.server(
-            options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 1)], interceptors=[] if loopback else [AdminGuard(secret)]
-        )
+        guards = [] if ports.is_loopback(self.host) else [AdminGuard(secret)]
+        server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 1)], interceptors=guards)
         add_InferenceServicer_to_server(inference, server)
         add_HealthServicer_to_server(health, server)
         names = [INFERENCE_NAME, health_service.SERVICE_NAME, reflection.SERVICE_NAME]
