@@ -1,0 +1,75 @@
+"""Seeded sites to place: GPUs of one or several sizes on nodes of 1 to 8, models of the usual sizes, some of them wide."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+from placement.footprint import group_footprint
+from placement.types import Device, ModelRequest, ModelShape, Snapshot
+
+GIB = 2**30
+GPU_GIB = (24, 40, 80, 141)
+MODEL_GIB = (0.5, 1, 1.5, 3, 7, 8, 13, 14, 16, 27, 30, 34, 60, 70, 140)
+_USABLE = 0.9
+
+
+def plain_model(name: str, gib: float, **request: object) -> ModelRequest:
+    """So many GiB of weights, which divide evenly, and a short context."""
+    layers = 32
+    shape = ModelShape(
+        family="llama", layers=layers, hidden=4096, heads=32, kv_heads=8, head_dim=128, intermediate=14336, vocabulary=32000,
+        max_context=2048, tied_embeddings=False, layer_bytes=(int(gib * GIB) // layers,) * layers, embedding_bytes=0,
+        head_bytes=0,
+    )  # fmt: skip
+    return ModelRequest(name, shape, engine="trtllm", context=2048, **request)  # type: ignore[arg-type]
+
+
+def random_site(seed: int) -> Snapshot:
+    """1-64 GPUs and up to 200 models that take 40-95 % of them, degrees given. It may be that not all of them can be placed."""
+    draw = random.Random(seed)
+    devices = _nodes(draw, draw.randint(1, 64), mixed=draw.random() < 0.3)
+    largest = max(device.capacity_bytes for device in devices) * _USABLE
+    widest = max(Counter(device.node for device in devices).values())
+    room = sum(device.capacity_bytes for device in devices) * draw.uniform(0.4, 0.95)
+    models = []
+    for index in range(draw.randint(5, 200)):
+        gib = draw.choice(MODEL_GIB) * draw.uniform(0.5, 1.3)
+        degree = 1
+        while _rank_bytes(gib, degree) > largest and degree < 8:
+            degree *= 2
+        if draw.random() < 0.2 and degree < 8:
+            degree *= 2
+        taken = _rank_bytes(gib, degree)
+        if degree > widest or taken > largest or taken * degree > room:
+            continue
+        room -= taken * degree
+        models.append(plain_model(f"m{index}", gib, tensor_parallel=degree, pipeline_parallel=1))
+    return Snapshot(devices, tuple(models))
+
+
+def large_site(gpus: int, models: int, seed: int = 0) -> Snapshot:
+    """Nodes of 8 in pools of 32; models choose their degrees."""
+    draw = random.Random(seed)
+    devices: list[Device] = []
+    for node in range(gpus // 8):
+        size = draw.choice((24, 80, 80, 141))
+        devices += [Device(f"p{node // 4}", node % 4 * 8 + index, f"n{node}", "cuda", size * GIB) for index in range(8)]
+    sizes = (3, 7, 8, 14, 16, 27, 30, 34, 60, 70, 140)
+    requests = [plain_model(f"m{index}", draw.choice(sizes) * draw.uniform(0.8, 1.2)) for index in range(models)]
+    return Snapshot(tuple(devices), tuple(requests))
+
+
+def _nodes(draw: random.Random, gpus: int, *, mixed: bool) -> tuple[Device, ...]:
+    size = draw.choice(GPU_GIB)
+    devices: list[Device] = []
+    while len(devices) < gpus:
+        count = min(gpus - len(devices), draw.choice((1, 2, 4, 8, 8, 8)))
+        gib = draw.choice(GPU_GIB) if mixed else size
+        first = len(devices)
+        devices += [Device("p", first + index, f"n{first}", "cuda", gib * GIB) for index in range(count)]
+    return tuple(devices)
+
+
+def _rank_bytes(gib: float, degree: int) -> int:
+    return group_footprint(plain_model("m", gib), degree, 1, "cuda")[0].total
