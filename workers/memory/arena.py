@@ -7,9 +7,10 @@ pointers and tensors into what stays committed survive. `HostArena` is anonymous
 from __future__ import annotations
 
 import mmap
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 MAP_NORESERVE = 0x4000  # Linux; Python 3.13 has it in mmap
 HOST_PAGE_BYTES = 2 * 2**20  # multiple of the huge page, so that madvise returns whole ones
@@ -53,6 +54,8 @@ class HostRegion:
         self.committed_bytes = 0
         self._arena = arena
         self._map = mmap.mmap(-1, self.reserved_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
+        import torch  # here: a pool driver reads the constants above and starts seconds earlier without it
+
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def commit(self, size_bytes: int) -> None:
