@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -37,8 +37,7 @@ class ValkeyServer:
             "",
         ]
         with (self.folder / "valkey.log").open("ab") as log:
-            command = [str(binary()), *options]
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_end_with_parent)
+            self._process = subprocess.Popen(_ending_with_parent([str(binary()), *options]), stdout=log, stderr=log)
         end = time.monotonic() + 10
         while time.monotonic() < end:
             with socket.socket() as probe:
@@ -66,9 +65,10 @@ class ValkeyServer:
         self._process.send_signal(number)
 
 
-def _end_with_parent() -> None:
-    """A test run that is killed leaves no server behind (Linux: PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+def _ending_with_parent(command: list[str]) -> list[str]:
+    """A test run that is killed leaves no server behind. Not by `preexec_fn`: gRPC's threads do not survive a plain fork."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "KILL", *command] if setpriv else command
 
 
 def binary() -> Path:
