@@ -64,26 +64,27 @@ def start(
     """Returns the address of the head. `on_start` gets the session's leader before anything else can fail."""
     session = home.run_dir / "ray"
     shutil.rmtree(session, ignore_errors=True)
-    gcs_port, client_port = free_ports(2)
+    [gcs_port] = free_ports(1)
     log = home.logs_dir / "ray.log"
     loopback = node_address == "127.0.0.1"
     command = [
         sys.executable,
         "-m",
-        "ray.scripts.scripts",
+        "gateway.site.ray_start",
         "start",
         "--head",
         "--disable-usage-stats",
         f"--node-ip-address={node_address}",
         f"--port={gcs_port}",
-        f"--ray-client-server-port={client_port}",
         "--min-worker-port=0",
         "--max-worker-port=0",
         "--dashboard-agent-listen-port=0",
         "--include-dashboard=true",
         "--dashboard-host=127.0.0.1",
         f"--dashboard-port={dashboard_port}",
+        # Autoscaling, and the forwarding of logs to a client: neither is used.
         "--no-monitor",
+        "--include-log-monitor=false",
         f"--temp-dir={session}",
         f"--num-cpus={cpus}",
         f"--resources={json.dumps({POOL_MEMORY_RESOURCE: pool_mib})}",
