@@ -57,7 +57,9 @@ class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    secret: str
+    """Answers the rank's nonce, 32 characters that it sends before any frame."""
+
+    secret: str  # HMAC-SHA256 of the nonce under the pool's secret, hex
     driver: str  # incarnation
     protocol: int = PROTOCOL
 

@@ -20,8 +20,8 @@ from workers.driver.sizing import Placement
 from workers.driver.stepping import Stepper
 from workers.messages import Done, HeldShard, Progress, StepDone, UnloadShard
 
-STALLED_STEP_S = 120.0
-"""A step that takes longer hangs in a device or a peer: the ranks are restarted (rule 11)."""
+STALLED_S = 120.0
+"""Requests in flight and no step for so long: something hangs in a device or a peer, and the ranks are restarted (rule 11)."""
 
 
 class PoolCore:
@@ -65,6 +65,13 @@ class PoolCore:
         self._lifecycle.match()
         self._effects.changed()
         self._settle(now)
+
+    def on_closing(self) -> None:
+        """The driver is about to stop: finish what runs, take nothing new."""
+        self.state.closing = True
+        for model in list(self.state.held):
+            self._requests.fail_held(model, "this pool's driver is stopping; another one follows", 1.0)
+        self._effects.changed()
 
     # ------------------------------------------------------------------ from ranks
 
@@ -111,6 +118,9 @@ class PoolCore:
         op = self.state.ops.get(progress.op)
         if op is not None:
             op.progress[rank] = progress.fraction
+            group = self.state.groups[op.group_id]
+            if group.state == "loading":
+                group.reason = progress.what
 
     def on_op_done(self, now: float, rank: int, done: Done) -> None:
         op = self.state.ops.get(done.op)
@@ -159,15 +169,16 @@ class PoolCore:
         """Called several times a second: deadlines, retries, idle memory, stalled steps."""
         self._now = now
         self._requests.expire(now)
-        if self._stepper.oldest_step_s(now) > STALLED_STEP_S:
-            self.on_ranks_lost(now, f"a step has not ended for {STALLED_STEP_S:.0f} s")
+        if self._stepper.stalled_s(now) > STALLED_S:
+            self.on_ranks_lost(now, f"requests in flight and no step for {STALLED_S:.0f} s")
             return
         self._settle(now)
 
     # ------------------------------------------------------------------ inside
 
-    def oldest_step_s(self, now: float) -> float:
-        return self._stepper.oldest_step_s(now)
+    def stalled_s(self, now: float) -> float:
+        """For how long requests have been in flight without a step (rule 11)."""
+        return self._stepper.stalled_s(now)
 
     def _settle(self, now: float) -> None:
         self._now = now

@@ -86,6 +86,7 @@ class Group:
     load_began_at: float = 0.0
     ready_since: float = 0.0
     canary: Sequence | None = None
+    progress_at: float = 0.0  # when it last ended a step, or got something to do
     tokens_per_s: float = 0.0  # generated, moving average
     reclaiming: bool = False  # waits for KV memory that others were asked to give back
 

@@ -61,6 +61,16 @@ class Heartbeat:
                 await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
                 await asyncio.sleep(_SETTLE_S)
 
+    async def newest_fence(self) -> int:
+        """The newest fencing token that the site gave out: a restarted driver refuses older ones from the start. 0: not known."""
+        if self._redis is None:
+            return 0
+        try:
+            async with asyncio.timeout(HEARTBEAT_S):
+                return int(await self._redis.get(self._keys.fence) or 0)
+        except (RedisError, OSError, TimeoutError):
+            return 0
+
     async def pool_is_deleted(self) -> bool:
         """Redis says that nobody wants this pool; False also where it does not say."""
         if self._redis is None:

@@ -16,13 +16,13 @@ RANK_MODULE = "workers.rank"
 
 
 class RankLauncher(Protocol):
-    """Paths of the ranks' sockets, by rank; they listen when a call returns."""
+    """Addresses of the ranks, by rank: `unix:PATH` or `tcp:HOST:PORT`; they listen when a call returns."""
 
-    async def find(self) -> list[Path] | None:
+    async def find(self) -> list[str] | None:
         """Ranks that an earlier driver started and that all still live."""
         ...
 
-    async def start(self) -> list[Path]:
+    async def start(self) -> list[str]:
         """End what is left of earlier ranks and start new ones. YardError says what is missing."""
         ...
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from gateway.api.errors import unavailable
 from workers.driver.launcher import RANK_MODULE, rank_command, rank_environment
-from workers.rank.config import RankConfig, pid_path, socket_path
+from workers.driver.rank_link import listens
+from workers.rank.config import RankConfig, endpoint_path, pid_path, socket_path
 
 START_TIMEOUT_S = 180.0  # importing torch takes 2 s on an idle core, and a minute where 20 processes share it
 STOP_TIMEOUT_S = 5.0
@@ -27,16 +28,16 @@ class LocalRanks:
         self._process: asyncio.subprocess.Process | None = None
 
     @property
-    def sockets(self) -> list[Path]:
-        return [socket_path(self._config.directory, rank) for rank in range(self._ranks)]
+    def addresses(self) -> list[str]:
+        return [f"unix:{socket_path(self._config.directory, rank)}" for rank in range(self._ranks)]
 
-    async def find(self) -> list[Path] | None:
-        for socket in self.sockets:
-            if not await listens(socket):
+    async def find(self) -> list[str] | None:
+        for address in self.addresses:
+            if not await listens(address):
                 return None
-        return self.sockets
+        return self.addresses
 
-    async def start(self) -> list[Path]:
+    async def start(self) -> list[str]:
         await self.stop()
         directory = self._config.directory
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -49,8 +50,8 @@ class LocalRanks:
                 stderr=log,
                 start_new_session=True,
             )
-        await wait_listening(self.sockets, self._process, directory / "ranks.log")
-        return self.sockets
+        await wait_listening(self.addresses, self._process, directory / "ranks.log")
+        return self.addresses
 
     async def stop(self) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -66,21 +67,12 @@ class LocalRanks:
         end_leftovers(self._config.directory, self._ranks)
 
 
-async def listens(socket: Path) -> bool:
-    try:
-        _, writer = await asyncio.open_unix_connection(str(socket))
-    except OSError:
-        return False
-    writer.close()
-    return True
-
-
-async def wait_listening(sockets: list[Path], process: asyncio.subprocess.Process, log: Path) -> None:
+async def wait_listening(addresses: list[str], process: asyncio.subprocess.Process, log: Path) -> None:
     """YardError with the end of the log when the ranks do not come up."""
     ended = asyncio.create_task(process.wait())
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            while not all([await listens(socket) for socket in sockets]):
+            while not all([await listens(address) for address in addresses]):
                 await asyncio.wait([ended], timeout=0.05)
                 if ended.done():
                     raise unavailable(
@@ -99,8 +91,8 @@ def end_leftovers(directory: Path, ranks: int) -> None:
             pid = int(pid_path(directory, rank).read_text())
             if b"--directory\0" + str(directory).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
-        pid_path(directory, rank).unlink(missing_ok=True)
-        socket_path(directory, rank).unlink(missing_ok=True)
+        for left in (pid_path(directory, rank), socket_path(directory, rank), endpoint_path(directory, rank)):
+            left.unlink(missing_ok=True)
 
 
 def tail(log: Path, lines: int = 15) -> str:

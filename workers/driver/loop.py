@@ -6,11 +6,11 @@ Every method that ends in `core.on_…` is called on the loop; after each event 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from gateway.api.config import ModelSpec, PoolSpec
@@ -85,6 +85,7 @@ class PoolLoop:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._rank_task: asyncio.Task[None] | None = None
         self._closing = False
+        self._drained = asyncio.Event()
         self.failure = ""  # not empty: a task ended that never should; the driver is unhealthy
 
     # ------------------------------------------------------------------ life
@@ -107,13 +108,20 @@ class PoolLoop:
         if end_ranks:
             await self._launcher.stop()
 
+    async def drain(self, grace_s: float) -> None:
+        """Take nothing new and let what runs end, for at most so long."""
+        self.core.on_closing()
+        self._flush()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._drained.wait(), grace_s)
+
     def now(self) -> float:
         return self._clock()
 
     @property
     def stalled_s(self) -> float:
-        """For how long a step is being computed (rule 11)."""
-        return self.core.oldest_step_s(self.now())
+        """For how long requests have been in flight without a step (rule 11)."""
+        return self.core.stalled_s(self.now())
 
     # ------------------------------------------------------------------ from the server
 
@@ -233,11 +241,11 @@ class PoolLoop:
 
     async def _adopt(self) -> list[RankLink] | None:
         """The ranks of an earlier driver, if they live, agree on what they received, and still execute commands."""
-        sockets = await self._launcher.find()
-        if sockets is None:
+        addresses = await self._launcher.find()
+        if addresses is None:
             return None
         try:
-            links = await self._connect(sockets)
+            links = await self._connect(addresses)
         except YardError as error:
             self.event("adoption_failed", "", error.message)
             return None
@@ -249,11 +257,11 @@ class PoolLoop:
             return None
         return links
 
-    async def _connect(self, sockets: Sequence[Path]) -> list[RankLink]:
+    async def _connect(self, addresses: Sequence[str]) -> list[RankLink]:
         links: list[RankLink] = []
         try:
-            for rank, socket in enumerate(sockets):
-                links.append(await rank_link.connect(rank, socket, self._secret, self.incarnation))
+            for rank, address in enumerate(addresses):
+                links.append(await rank_link.connect(rank, address, self._secret, self.incarnation))
         except YardError:
             for link in links:
                 link.close()
@@ -304,6 +312,8 @@ class PoolLoop:
             self._flush(loads_alone=True)
 
     def _flush(self, *, loads_alone: bool = False) -> None:
+        if self.core.state.closing and not self.core.state.sequences:
+            self._drained.set()
         if not self._outboxes:
             return
         current = loads(self.core.state)

@@ -35,7 +35,7 @@ def rank_records(state: PoolState, welcomes: dict[int, Welcome]) -> tuple[RankRe
 
 def group_records(state: PoolState, unix_offset: float) -> tuple[GroupRecord, ...]:
     """`unix_offset`: what to add to the driver's clock to get Unix time."""
-    return tuple(_group_record(group, unix_offset) for _, group in sorted(state.groups.items()))
+    return tuple(_group_record(group, unix_offset, closing=state.closing) for _, group in sorted(state.groups.items()))
 
 
 def loads(state: PoolState) -> tuple[tuple[str, int, int, int], ...]:
@@ -50,7 +50,7 @@ def loads(state: PoolState) -> tuple[tuple[str, int, int, int], ...]:
     return tuple((model, *load) for model, load in sorted(sums.items()))  # type: ignore[misc]
 
 
-def _group_record(group: Group, unix_offset: float) -> GroupRecord:
+def _group_record(group: Group, unix_offset: float, *, closing: bool) -> GroupRecord:
     held = next(iter(group.held.values()), None)
     placement = group.wanted.placement
     return GroupRecord(
@@ -60,7 +60,7 @@ def _group_record(group: Group, unix_offset: float) -> GroupRecord:
         ranks=placement.ranks,
         tensor_parallel=placement.tensor_parallel,
         pipeline_parallel=placement.pipeline_parallel,
-        state=group.state,
+        state="draining" if closing and group.state == "ready" else group.state,
         reason=group.reason,
         progress=round(group.progress, 3),
         engine=group.spec.engine,

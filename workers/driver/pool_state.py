@@ -43,6 +43,7 @@ class PoolState:
     turn: int = 0  # round robin among groups
     last_step_at: float = 0.0
     message: str = ""
+    closing: bool = False  # the driver stops: what runs is finished, nothing new is taken
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.capacities)

@@ -10,6 +10,7 @@ import os
 import subprocess
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -18,7 +19,7 @@ import ray
 from gateway.api.errors import unavailable
 from workers.driver.launcher import rank_command, rank_environment
 from workers.driver.local_ranks import end_leftovers, tail
-from workers.rank.config import RankConfig
+from workers.rank.config import RankConfig, endpoint_path, pid_path, socket_path
 
 NAMESPACE = "modelyard"
 _POLL_S = 0.2
@@ -32,24 +33,45 @@ def host_name(pool: str, rank: int) -> str:
     return f"modelyard-rank-{pool}-{rank}"
 
 
+@dataclass(frozen=True)
+class HostDescription:
+    pid: int
+    node_id: str
+    node_name: str
+    node_ip: str
+
+
 class RankHost:
     """Calls are short; watching has a thread of its own."""
 
-    def __init__(self, pool: str, rank: int) -> None:
+    def __init__(self, pool: str, rank: int, directory: str) -> None:
         self._pool = pool
         self._rank = rank
+        self._directory = Path(directory)
         self._process: subprocess.Popen[bytes] | None = None
-        self._log = Path(os.devnull)
 
-    def describe(self) -> dict[str, str | int]:
-        return {"pid": os.getpid(), "node": ray.get_runtime_context().get_node_id()}
+    def describe(self) -> HostDescription:
+        own = ray.get_runtime_context().get_node_id()
+        nodes = [node for node in ray.nodes() if node["Alive"]]
+        hostname = os.uname().nodename
+        alone = sum(node["NodeManagerHostname"] == hostname for node in nodes) == 1
+        return HostDescription(
+            pid=os.getpid(),
+            node_id=own,
+            # Several Ray nodes of one machine are told apart.
+            node_name=hostname if alone else f"{hostname}/{own[:8]}",
+            node_ip=ray.util.get_node_ip_address(),
+        )
+
+    def addresses(self) -> tuple[str, str]:
+        """(for drivers on this node, for drivers elsewhere); the second is empty when the rank listens here only."""
+        endpoint = endpoint_path(self._directory, self._rank)
+        return f"unix:{socket_path(self._directory, self._rank)}", f"tcp:{endpoint.read_text()}" if endpoint.exists() else ""
 
     def launch(self, config: RankConfig, ranks: int) -> None:
         """On bundle 0: start all ranks of the pool on this node."""
-        directory = config.directory
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        end_leftovers(directory, ranks)
-        self._log = directory / "ranks.log"
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        end_leftovers(self._directory, ranks)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 rank_command(config, ranks),
@@ -61,15 +83,21 @@ class RankHost:
             )
         threading.Thread(target=self._outlive, args=(self._process, config.grace_s), name="ranks", daemon=True).start()
 
-    def check(self) -> None:
-        """YardError with the end of the log when the ranks have ended."""
+    def listens(self, ranks: int) -> bool:
+        """On bundle 0: all ranks have begun to listen. YardError with the end of the log when they have ended."""
         if self._process is not None and self._process.poll() is not None:
             code = self._process.returncode
             raise unavailable(f"the ranks of pool `{self._pool}` ended with code {code}; {self._log} ends:\n{tail(self._log)}")
+        return all(pid_path(self._directory, rank).exists() for rank in range(ranks))
 
-    def watch(self, rank_pid: int) -> None:
+    def watch(self) -> None:
         """On the other bundles: end this actor when its rank's process does."""
-        threading.Thread(target=_end_with, args=(rank_pid,), name="rank", daemon=True).start()
+        pid = int(pid_path(self._directory, self._rank).read_text())
+        threading.Thread(target=_end_with, args=(pid,), name="rank", daemon=True).start()
+
+    @property
+    def _log(self) -> Path:
+        return self._directory / "ranks.log"
 
     def _outlive(self, process: subprocess.Popen[bytes], grace_s: float) -> None:
         """A driver that lives ends this actor and starts the ranks again; if none comes, their place is given back."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
 from gateway.api.errors import unavailable
 from workers.messages import PROTOCOL, Command, Done, Hello, Report, Welcome, decode_report, encode
+from workers.rank.config import NONCE_BYTES, proof
 
 HANDSHAKE_TIMEOUT_S = 60.0
 MAX_FRAME_BYTES = 64 * 2**20
@@ -58,23 +58,42 @@ class RankLink:
             on_lost(self.rank, f"rank {self.rank} (pid {self.welcome.pid}) sent what is no report: {error}")
 
 
-async def connect(rank: int, socket: Path, secret: str, driver: str) -> RankLink:
+async def dial(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """`unix:PATH` or `tcp:HOST:PORT`. OSError when nobody listens there."""
+    kind, _, where = address.partition(":")
+    if kind == "unix":
+        return await asyncio.open_unix_connection(where)
+    host, _, port = where.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def listens(address: str) -> bool:
+    try:
+        _, writer = await dial(address)
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+async def connect(rank: int, address: str, secret: str, driver: str) -> RankLink:
     """YardError(UNAVAILABLE) when nobody answers there or the rank refuses."""
     try:
-        reader, writer = await asyncio.open_unix_connection(str(socket))
+        reader, writer = await dial(address)
     except OSError as error:
-        raise unavailable(f"rank {rank} does not listen on {socket}: {error}") from error
+        raise unavailable(f"rank {rank} does not listen on {address}: {error}") from error
     try:
-        writer.write(encode(Hello(secret=secret, driver=driver)))
+        nonce = (await asyncio.wait_for(reader.readexactly(NONCE_BYTES), HANDSHAKE_TIMEOUT_S)).decode()
+        writer.write(encode(Hello(secret=proof(secret, nonce), driver=driver)))
         welcome = await asyncio.wait_for(_read(reader), HANDSHAKE_TIMEOUT_S)
     except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, msgspec.MsgspecError, ValueError) as error:
         writer.close()
         raise unavailable(
-            f"rank {rank} on {socket} refused the handshake ({error!r}); its pool has another secret or release"
+            f"rank {rank} on {address} refused the handshake ({error!r}); its pool has another secret or release"
         ) from error
     if not isinstance(welcome, Welcome) or welcome.protocol != PROTOCOL or welcome.rank != rank:
         writer.close()
-        raise unavailable(f"{socket} does not belong to rank {rank} of this release")
+        raise unavailable(f"{address} does not belong to rank {rank} of this release")
     return RankLink(rank, reader, writer, welcome)
 
 

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gateway.api.config import PoolSpec
 from gateway.api.errors import unavailable
-from workers.driver.local_ranks import START_TIMEOUT_S, listens
-from workers.driver.rank_host import NAMESPACE, RankHost, group_name, host_name
-from workers.rank.config import RankConfig, pid_path, socket_path
+from workers.driver.local_ranks import START_TIMEOUT_S
+from workers.driver.rank_host import NAMESPACE, HostDescription, RankHost, group_name, host_name
+from workers.driver.rank_link import listens
+from workers.rank.config import RankConfig
 
-log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 POOL_RESOURCE = "modelyard_pool_mib"
 PLACEMENT_TIMEOUT_S = 30.0
 ACTOR_TIMEOUT_S = 30.0
-_ACTOR_GONE = (RayActorError, RayTaskError, GetTimeoutError)
 
 
 class RayRanks:
@@ -38,70 +35,76 @@ class RayRanks:
         self._spec = spec
         self._ranks = spec.devices
 
-    async def find(self) -> list[Path] | None:
-        sockets = await asyncio.to_thread(self._find)
-        if sockets is None:
+    async def find(self) -> list[str] | None:
+        addresses = await asyncio.to_thread(self._find)
+        if addresses is None:
             return None
-        return sockets if all([await listens(socket) for socket in sockets]) else None
+        return addresses if all([await listens(address) for address in addresses]) else None
 
-    async def start(self) -> list[Path]:
-        first = await asyncio.to_thread(self._start)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not all([await listens(socket) for socket in self._sockets]):
-            await asyncio.sleep(0.05)
-            await asyncio.to_thread(_reach, lambda: ray.get(first.check.remote(), timeout=ACTOR_TIMEOUT_S))
-            if time.monotonic() > deadline:
-                raise unavailable(f"the ranks of pool `{self._config.pool}` do not listen after {START_TIMEOUT_S:.0f} s")
-        await asyncio.to_thread(self._watch_ranks)
-        return self._sockets
+    async def start(self) -> list[str]:
+        try:
+            return await asyncio.to_thread(self._start)
+        except RayError as error:
+            raise unavailable(f"pool `{self._config.pool}`: Ray does not answer: {error}") from error
 
     async def stop(self) -> None:
         await asyncio.to_thread(self._stop)
 
-    @property
-    def _sockets(self) -> list[Path]:
-        return [socket_path(self._config.directory, rank) for rank in range(self._ranks)]
-
     # ------------------------------------------------------------------ on a thread
 
-    def _find(self) -> list[Path] | None:
+    def _find(self) -> list[str] | None:
         hosts = self._hosts()
-        if any(host is None for host in hosts) or _placement_group(self._config.pool) is None:
+        group = _placement_group(self._config.pool)
+        if any(host is None for host in hosts) or group is None or group.bundle_specs != self._bundles():
             return None
         try:
-            ray.get([host.describe.remote() for host in hosts if host is not None], timeout=ACTOR_TIMEOUT_S)
-        except _ACTOR_GONE:
+            return self._addresses(hosts)
+        except (RayActorError, RayTaskError, GetTimeoutError):
             return None
-        return self._sockets
 
-    def _start(self) -> Any:
-        """The actor of bundle 0, which has begun to start the ranks."""
+    def _start(self) -> list[str]:
         self._kill_hosts()
         group = self._place()
+        hosts = [self._create_host(group, rank) for rank in range(self._ranks)]
+        described: list[HostDescription] = _call(hosts, "describe")
+        first = described[0]
+        config = replace(
+            self._config,
+            host_pids=tuple(host.pid for host in described),
+            node=first.node_name,
+            # Where there are several nodes, this driver or the next one may live on another than the ranks.
+            listen_host=first.node_ip if sum(node["Alive"] for node in ray.nodes()) > 1 else "",
+        )
+        _call(hosts[:1], "launch", config, self._ranks)
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _call(hosts[:1], "listens", self._ranks)[0]:
+            time.sleep(0.05)
+            if time.monotonic() > deadline:
+                raise unavailable(f"the ranks of pool `{self._config.pool}` do not listen after {START_TIMEOUT_S:.0f} s")
+        _call(hosts[1:], "watch")
+        return self._addresses(hosts)
+
+    def _create_host(self, group: PlacementGroup, rank: int) -> Any:
         actor: Any = ray.remote(RankHost)
         bundle = self._bundle()
-        hosts: list[Any] = [
-            actor.options(
-                name=host_name(self._config.pool, rank),
-                namespace=NAMESPACE,
-                lifetime="detached",
-                max_restarts=0,
-                num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0),
-                resources={POOL_RESOURCE: bundle[POOL_RESOURCE]},
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-            ).remote(self._config.pool, rank)
-            for rank in range(self._ranks)
-        ]
-        described = _reach(lambda: ray.get([host.describe.remote() for host in hosts], timeout=ACTOR_TIMEOUT_S))
-        config = replace(self._config, host_pids=tuple(int(one["pid"]) for one in described))
-        _reach(lambda: ray.get(hosts[0].launch.remote(config, self._ranks), timeout=ACTOR_TIMEOUT_S))
-        return hosts[0]
+        return actor.options(
+            name=host_name(self._config.pool, rank),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            max_restarts=0,
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0),
+            resources={POOL_RESOURCE: bundle[POOL_RESOURCE]},
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+        ).remote(self._config.pool, rank, str(self._config.directory))
 
-    def _watch_ranks(self) -> None:
-        for rank, host in enumerate(self._hosts()):
-            if host is not None and rank > 0:
-                host.watch.remote(int(pid_path(self._config.directory, rank).read_text()))
+    def _addresses(self, hosts: Sequence[Any]) -> list[str]:
+        own = ray.get_runtime_context().get_node_id()
+        described: list[HostDescription] = _call(hosts, "describe")
+        both: list[tuple[str, str]] = _call(hosts, "addresses")
+        return [
+            here if host.node_id == own else elsewhere or here for host, (here, elsewhere) in zip(described, both, strict=True)
+        ]
 
     def _stop(self) -> None:
         self._kill_hosts()
@@ -123,19 +126,18 @@ class RayRanks:
 
     def _place(self) -> PlacementGroup:
         """The pool's placement group, made if need be. YardError when the cluster has no room for it."""
-        bundles: list[dict[str, float]] = [self._bundle() for _ in range(self._ranks)]
         group = _placement_group(self._config.pool)
-        if group is not None and group.bundle_specs != bundles:
+        if group is not None and group.bundle_specs != self._bundles():
             ray.util.remove_placement_group(group)
             group = None
         if group is None:
             group = ray.util.placement_group(
-                bundles,
+                self._bundles(),
                 # One MPI world is one launcher, on one node; NCCL groups may span nodes.
                 strategy="STRICT_PACK" if self._spec.device == "cpu" else "PACK",
                 name=group_name(self._config.pool),
                 lifetime="detached",
-                bundle_label_selector=[dict(self._spec.node_labels) for _ in bundles],
+                bundle_label_selector=[dict(self._spec.node_labels) for _ in range(self._ranks)],
             )
         if not group.wait(PLACEMENT_TIMEOUT_S):
             labels = f" with labels {self._spec.node_labels}" if self._spec.node_labels else ""
@@ -144,6 +146,9 @@ class RayRanks:
                 f"add a node, free one, or lower devices or memory (nodes declare {POOL_RESOURCE} when they start)"
             )
         return group
+
+    def _bundles(self) -> list[dict[str, float]]:
+        return [self._bundle() for _ in range(self._ranks)]
 
     def _bundle(self) -> dict[str, float]:
         bundle: dict[str, float] = {"CPU": 1.0, POOL_RESOURCE: float(self._config.capacity_bytes // 2**20)}
@@ -166,11 +171,11 @@ def _actor(name: str) -> Any:
         return None
 
 
-def _reach(call: Callable[[], _T]) -> _T:
-    """The call's result; what Ray says about an actor that is gone becomes a YardError."""
+def _call(hosts: Sequence[Any], method: str, *arguments: object) -> list[Any]:
+    """Results by host. YardError when one of them fails, is gone or does not answer."""
     try:
-        return call()
+        return ray.get([getattr(host, method).remote(*arguments) for host in hosts], timeout=ACTOR_TIMEOUT_S)
     except RayTaskError as error:
-        raise unavailable(str(error.cause if getattr(error, "cause", None) else error)) from error
+        raise unavailable(str(error.cause or error)) from error
     except (RayActorError, GetTimeoutError) as error:
         raise unavailable(f"a rank host is gone or does not answer: {error}") from error

@@ -26,8 +26,8 @@ from workers.rank.config import RankConfig
 
 log = logging.getLogger(__name__)
 
-UNHEALTHY_STEP_S = 60.0
-"""Requests in flight and no step for so long is unhealthy (rule 11)."""
+UNHEALTHY_S = 150.0
+"""Requests in flight and no step for so long is unhealthy (rule 11): the core's own remedy, new ranks, did not help."""
 STOP_GRACE_S = 20.0
 
 
@@ -65,6 +65,7 @@ class PoolDriverReplica:
         return self._server.endpoint
 
     async def start(self) -> None:
+        self.loop.core.state.fence = await self._heartbeat.newest_fence()
         endpoint = await self._server.start()
         log.info("pool %s: listening on %s", self._pool, endpoint)
         self.loop.start()
@@ -77,7 +78,8 @@ class PoolDriverReplica:
         """
         if end_ranks is None:
             end_ranks = await self._heartbeat.pool_is_deleted()
-        await self._server.stop(STOP_GRACE_S if self.loop.core.state.sequences else 0.5)
+        await self.loop.drain(STOP_GRACE_S)
+        await self._server.stop(0.5)
         if self._publishing is not None:
             self._publishing.cancel()
             await asyncio.gather(self._publishing, return_exceptions=True)
@@ -92,7 +94,7 @@ class PoolDriverReplica:
             raise unavailable(f"pool `{self._pool}`: {self.loop.failure}")
         if self._publishing is not None and self._publishing.done() and not self._publishing.cancelled():
             raise unavailable(f"pool `{self._pool}`: its heartbeat ended: {self._publishing.exception()!r}")
-        if self.loop.stalled_s > UNHEALTHY_STEP_S:
+        if self.loop.stalled_s > UNHEALTHY_S:
             raise unavailable(f"pool `{self._pool}`: requests in flight and no step for {self.loop.stalled_s:.0f} s")
 
     def record(self) -> PoolRecord:

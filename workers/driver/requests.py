@@ -26,6 +26,7 @@ class Requests:
     def submit(self, now: float, request: Request) -> None:
         """The decision tree:
 
+        0. A driver that stops takes nothing new.
         1. A deadline that has passed ends it here (rule 10).
         2. A model that is not in this pool: UNAVAILABLE, another pool may have it.
         3. A ready group takes it, the one with the fewest outstanding tokens, if its queue has room: else EXHAUSTED.
@@ -34,6 +35,10 @@ class Requests:
         5. A model that failed or drains: UNAVAILABLE with the reason.
         """
         arrival = self._next_arrival()
+        # 0.
+        if self._state.closing:
+            self._refuse(request, ErrorCode.UNAVAILABLE, "this pool's driver is stopping; another one follows", 1.0)
+            return
         # 1.
         if request.deadline is not None and request.deadline <= now:
             self._refuse(request, ErrorCode.DEADLINE, f"model `{request.model}`: the deadline passed before it was queued")
@@ -47,7 +52,7 @@ class Requests:
         ready = [group for group in groups if group.state == "ready" and not group.unwanted]
         ready = ready or [group for group in groups if group.state == "ready"]
         if ready:
-            self._enqueue(request, arrival, min(ready, key=lambda group: (group.outstanding_tokens, group.id)))
+            self._enqueue(now, request, arrival, min(ready, key=lambda group: (group.outstanding_tokens, group.id)))
             return
         # 4.
         coming = [group for group in groups if group.state in ("waiting", "loading", "checking") and not group.unwanted]
@@ -64,7 +69,7 @@ class Requests:
         """The driver's own request, straight to its group."""
         key = (OWN_LINK, group.id)
         request = Request(key, group.model, prompt, group.spec.canary.max_tokens, deadline=now + timeout_s, priority=100)
-        group.canary = self._enter(request, self._next_arrival(), group)
+        group.canary = self._enter(now, request, self._next_arrival(), group)
 
     def cancel(self, key: RequestKey) -> None:
         """Takes effect with the next step; unknown requests have ended already."""
@@ -179,7 +184,7 @@ class Requests:
         waiting.append(Held(request, arrival, now))
         self._effects.hold(request.key, reason, wait)
 
-    def _enqueue(self, request: Request, arrival: int, group: Group) -> None:
+    def _enqueue(self, now: float, request: Request, arrival: int, group: Group) -> None:
         assert group.batcher is not None
         assert group.sizing is not None
         assert group.facts is not None
@@ -194,9 +199,9 @@ class Requests:
             text = f"model `{group.model}`: {group.waiting} requests wait already, its limits.queue is {limits.queue}"
             self._refuse(request, ErrorCode.EXHAUSTED, text, wait)
             return
-        self._enter(request, arrival, group)
+        self._enter(now, request, arrival, group)
 
-    def _enter(self, request: Request, arrival: int, group: Group) -> Sequence:
+    def _enter(self, now: float, request: Request, arrival: int, group: Group) -> Sequence:
         assert group.batcher is not None
         assert group.sizing is not None
         assert group.facts is not None
@@ -211,6 +216,8 @@ class Requests:
             stop_ids=request.stop_token_ids | eos,
         )
         self._state.next_sequence += 1
+        if not group.batcher.busy and not group.steps:
+            group.progress_at = now
         self._state.sequences[request.key] = (group, sequence)
         group.batcher.add(sequence)
         return sequence

@@ -39,7 +39,7 @@ class Stepper:
         step = group.steps.pop(done.step, None) if group else None
         if group is None or step is None or group.batcher is None:
             return  # of a group that was lost meanwhile
-        self._state.last_step_at = now
+        self._state.last_step_at = group.progress_at = now
         if done.error:
             self._effects.event("step_failed", group.model, f"group {group.id}: {done.error}")
             for sequence in step.plan.members:
@@ -53,9 +53,12 @@ class Stepper:
         speed = len(results) * group.wanted.placement.pipeline_parallel / elapsed
         group.tokens_per_s += _SPEED_WEIGHT * (speed - group.tokens_per_s)
 
-    def oldest_step_s(self, now: float) -> float:
-        """Age of the step that has been computed for longest; 0 when none is (rule 11)."""
-        return max((now - step.sent_at for group in self._state.groups.values() for step in group.steps.values()), default=0.0)
+    def stalled_s(self, now: float) -> float:
+        """For how long a group has had requests in flight and ended no step; 0 when none has (rule 11)."""
+        busy = [
+            group for group in self._state.groups.values() if group.batcher is not None and (group.batcher.busy or group.steps)
+        ]
+        return max((now - group.progress_at for group in busy), default=0.0)
 
     def _send_step(self, now: float, group: Group) -> bool:
         assert group.batcher is not None

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import hmac
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+NONCE_BYTES = 32  # of text, sent by a rank before anything else
 SECRET_VARIABLE = "MODELYARD_RANK_SECRET"
 MPI_RANK_VARIABLES = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
@@ -23,6 +26,8 @@ class RankConfig:
     grace_s: float  # without a driver for so long: free everything and exit
     secret: str
     host_pids: tuple[int, ...] = ()  # by rank; a rank exits when its host does
+    node: str = ""  # how people call the machine; default: its host name
+    listen_host: str = ""  # also listen there over TCP, for a driver on another machine
 
     @property
     def socket(self) -> Path:
@@ -40,6 +45,16 @@ def pid_path(directory: Path, rank: int) -> Path:
     return directory / f"rank-{rank}.pid"
 
 
+def endpoint_path(directory: Path, rank: int) -> Path:
+    """Holds host:port of a rank that listens over TCP too."""
+    return directory / f"rank-{rank}.endpoint"
+
+
+def proof(secret: str, nonce: str) -> str:
+    """What a driver answers to a rank's nonce: the secret itself never travels."""
+    return hmac.new(secret.encode(), nonce.encode(), hashlib.sha256).hexdigest()
+
+
 def rank_arguments(config: RankConfig) -> list[str]:
     """Command line of `python -m workers.rank` for this configuration, without the secret and (under mpiexec) the rank."""
     return [
@@ -50,6 +65,8 @@ def rank_arguments(config: RankConfig) -> list[str]:
         *("--cache-dir", str(config.cache_dir)),
         *("--grace-s", str(config.grace_s)),
         *("--host-pids", ",".join(map(str, config.host_pids))),
+        *("--node", config.node),
+        *("--listen-host", config.listen_host),
     ]
 
 
@@ -64,6 +81,8 @@ def parse(arguments: Sequence[str] | None = None) -> RankConfig:
     parser.add_argument("--cache-dir", type=Path, required=True)
     parser.add_argument("--grace-s", type=float, default=60.0)
     parser.add_argument("--host-pids", default="", help="process ids by rank, separated by commas")
+    parser.add_argument("--node", default="")
+    parser.add_argument("--listen-host", default="", help="also listen there over TCP, on a free port")
     options = parser.parse_args(arguments)
     secret = os.environ.pop(SECRET_VARIABLE, "")
     if not secret:
@@ -78,6 +97,8 @@ def parse(arguments: Sequence[str] | None = None) -> RankConfig:
         grace_s=options.grace_s,
         secret=secret,
         host_pids=tuple(int(pid) for pid in options.host_pids.split(",") if pid),
+        node=options.node or os.uname().nodename,
+        listen_host=options.listen_host,
     )
 
 

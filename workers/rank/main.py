@@ -24,7 +24,7 @@ def run(config: RankConfig, make_comm: GroupCommFactory, make_engine: EngineFact
         raise YardError(ErrorCode.INVALID, f"pool {config.pool}: this rank computes on cpu only, its pool says {config.device}")
     # Importing an engine takes seconds: it is there when the first load arrives. A failure shows again, with its reason, there.
     threading.Thread(target=_import_quietly, args=(make_engine,), name="import", daemon=True).start()
-    server = RankServer(config, HostArena(config.capacity_bytes), make_comm, make_engine, node=os.uname().nodename)
+    server = RankServer(config, HostArena(config.capacity_bytes), make_comm, make_engine)
     code = asyncio.run(server.serve())
     if code == 0:
         server.close()

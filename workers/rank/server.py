@@ -11,6 +11,7 @@ import contextlib
 import hmac
 import logging
 import os
+import secrets
 import sys
 from pathlib import Path
 
@@ -35,7 +36,7 @@ from workers.messages import (
     encode,
 )
 from workers.rank.compute import ComputeThread, EngineFactory, GroupCommFactory
-from workers.rank.config import RankConfig, pid_path
+from workers.rank.config import NONCE_BYTES, RankConfig, endpoint_path, pid_path, proof
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +49,9 @@ EXIT_FATAL = 70
 class RankServer:
     """Owns the compute thread. Everything here runs on the event loop; reports come to it from other threads."""
 
-    def __init__(
-        self, config: RankConfig, arena: Arena, make_comm: GroupCommFactory, make_engine: EngineFactory, node: str
-    ) -> None:
+    def __init__(self, config: RankConfig, arena: Arena, make_comm: GroupCommFactory, make_engine: EngineFactory) -> None:
         self._config = config
         self._arena = arena
-        self._node = node
         self._make_comm = make_comm
         self._make_engine = make_engine
         self._held: dict[int, HeldShard] = {}
@@ -66,6 +64,10 @@ class RankServer:
         self._parent = os.getppid()
         self._driverless_since = 0.0
         self._ended: asyncio.Future[int]
+
+    @property
+    def _pid_path(self) -> Path:
+        return pid_path(self._config.directory, self._config.rank)
 
     async def serve(self) -> int:
         """Until the process must end; its exit code."""
@@ -93,22 +95,28 @@ class RankServer:
         path.unlink(missing_ok=True)
         previous_mask = os.umask(0o177)
         try:
-            server = await asyncio.start_unix_server(self._on_connection, path=str(path))
+            servers = [await asyncio.start_unix_server(self._on_connection, path=str(path))]
         finally:
             os.umask(previous_mask)
-        pid_path(self._config.directory, self._config.rank).write_text(str(os.getpid()))
+        if self._config.listen_host:
+            server = await asyncio.start_server(self._on_connection, self._config.listen_host, 0)
+            host, port = server.sockets[0].getsockname()[:2]
+            endpoint_path(self._config.directory, self._config.rank).write_text(f"{host}:{port}")
+            servers.append(server)
+        self._pid_path.write_text(str(os.getpid()))
         watch = asyncio.create_task(self._watch(), name="watch")
         try:
             return await self._ended
         finally:
             watch.cancel()
-            server.close()
+            for server in servers:
+                server.close()
             tasks = list(self._connections)
             for writer in self._connections.values():
                 writer.close()
             await asyncio.gather(*tasks, return_exceptions=True)
-            path.unlink(missing_ok=True)
-            pid_path(self._config.directory, self._config.rank).unlink(missing_ok=True)
+            for left in (path, endpoint_path(self._config.directory, self._config.rank), self._pid_path):
+                left.unlink(missing_ok=True)
 
     # ------------------------------------------------------------------ connection
 
@@ -117,8 +125,10 @@ class RankServer:
         assert task is not None
         self._connections[task] = writer
         try:
+            nonce = secrets.token_hex(NONCE_BYTES // 2)
+            writer.write(nonce.encode())
             hello = await asyncio.wait_for(_read(reader), HELLO_TIMEOUT_S)
-            if not self._accept(hello):
+            if not self._accept(hello, nonce):
                 return
             self._attach(writer)
             while True:
@@ -133,8 +143,9 @@ class RankServer:
             del self._connections[task]
             writer.close()
 
-    def _accept(self, hello: Command) -> bool:
-        if not isinstance(hello, Hello) or not hmac.compare_digest(hello.secret.encode(), self._config.secret.encode()):
+    def _accept(self, hello: Command, nonce: str) -> bool:
+        expected = proof(self._config.secret, nonce)
+        if not isinstance(hello, Hello) or not hmac.compare_digest(hello.secret.encode(), expected.encode()):
             log.warning("rank %d: refused a connection without the pool's secret", self._config.rank)
             return False
         if hello.protocol != PROTOCOL:
@@ -154,7 +165,7 @@ class RankServer:
                 rank=self._config.rank,
                 pid=os.getpid(),
                 device=self._config.device,
-                node=self._node,
+                node=self._config.node,
                 held=tuple(self._held.values()),
                 received=dict(self._received),
             )

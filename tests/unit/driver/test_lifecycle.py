@@ -319,7 +319,7 @@ def test_a_step_that_never_ends_restarts_the_ranks() -> None:
     key = world.submit()
     world.now += 30
     world.core.on_tick(world.now)
-    assert world.core.oldest_step_s(world.now) == pytest.approx(30)
+    assert world.core.stalled_s(world.now) == pytest.approx(30)
     assert world.restarts == []
     world.now += 100
     world.core.on_tick(world.now)
@@ -372,3 +372,13 @@ def test_what_was_adopted_and_is_not_assigned_any_more_drains() -> None:
     assert after.states("a") == []
     assert after.ranks[0].shards == {}
     assert after.core.state.ledger.used(0) == 0
+
+
+def test_a_driver_that_stops_finishes_what_runs_and_takes_nothing_new() -> None:
+    world = World().ready()
+    running = world.submit((1, 2), max_tokens=5)
+    world.core.on_closing()
+    late = world.submit((3, 4))
+    assert world.error(late) == ErrorCode.UNAVAILABLE
+    world.run()
+    assert world.texts[running] == expected_text((1, 2), 5)

@@ -16,9 +16,9 @@ from scripted_rank import CRASH, FAIL, SLOW
 from gateway.api.proto import pool_pb2, pool_pb2_grpc
 from gateway.api.runtime import SECRET_METADATA_KEY
 from workers.driver import rank_link
-from workers.driver.local_ranks import listens
+from workers.driver.rank_link import listens
 from workers.messages import GrowKv, Hello, encode
-from workers.rank.config import socket_path
+from workers.rank.config import NONCE_BYTES, socket_path
 
 
 def doubling(prompt: list[int], count: int) -> list[int]:
@@ -166,7 +166,7 @@ async def test_ranks_that_disagree_on_what_they_received_are_not_adopted(make_po
     launcher = pool.driver.loop._launcher
     await pool.driver.loop.close(end_ranks=False)
     await pool.driver._server.stop(0)
-    half = await rank_link.connect(0, socket_path(directory, 0), SECRET, "half a driver")
+    half = await rank_link.connect(0, f"unix:{socket_path(directory, 0)}", SECRET, "half a driver")
     half.send(GrowKv(op=5, group_id=1, blocks=200))
     await half.expect_done(5)
     half.close()
@@ -183,7 +183,7 @@ async def test_a_rank_without_a_driver_frees_itself_and_exits(make_pool: PoolFac
     await until(
         lambda: not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes(), lambda: pid, 10
     )
-    assert not await listens(socket_path(Path(pool.runtime.run_dir) / "pools" / "p", 0))
+    assert not await listens(f"unix:{socket_path(Path(pool.runtime.run_dir) / 'pools' / 'p', 0)}")
 
 
 async def test_a_rank_talks_to_nobody_without_the_secret(make_pool: PoolFactory) -> None:
@@ -191,8 +191,12 @@ async def test_a_rank_talks_to_nobody_without_the_secret(make_pool: PoolFactory)
     pool = await make_pool(assignment())
     socket = socket_path(Path(pool.runtime.run_dir) / "pools" / "p", 0)
     assert socket.stat().st_mode & 0o077 == 0
+    seen: set[bytes] = set()
     for frame in (encode(Hello(secret="wrong", driver="x")), b"\0\0\0\4oops", b"\x7f\xff\xff\xff"):
         reader, writer = await asyncio.open_unix_connection(str(socket))
+        nonce = await reader.readexactly(NONCE_BYTES)
+        assert nonce not in seen
+        seen.add(nonce)
         writer.write(frame)
         assert await asyncio.wait_for(reader.read(), 5) == b""
         writer.close()
