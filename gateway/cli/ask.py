@@ -25,10 +25,8 @@ def register(app: typer.Typer) -> None:
 def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A route, or a model's own name.")],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="`-` reads it from standard input.")],
-    max_tokens: Annotated[int | None, typer.Option("--max-tokens", min=1, help="Default: what is left of the context.")] = None,
-    temperature: Annotated[
-        float | None, typer.Option("--temperature", min=0.0, help="0 is greedy. Default: the model's own.")
-    ] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 512,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy: the same answer every time.")] = 0.0,
     seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
     system: Annotated[str | None, typer.Option("--system", help="A system message before the prompt.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
@@ -51,8 +49,8 @@ def _ask(
     client: SiteClient,
     model: str,
     text: str,
-    max_tokens: int | None,
-    temperature: float | None,
+    max_tokens: int,
+    temperature: float,
     seed: int | None,
     system: str | None,
     raw: bool,

@@ -118,9 +118,19 @@ def _print_event(event: admin.Event, output: Output) -> None:
         "subject": event.subject,
         "message": event.message,
         "actor": event.actor,
-        "detail": json.loads(event.detail_json) if event.detail_json else None,
+        "detail": _detail(event.detail_json),
     }
     if output is Output.json:
         typer.echo(json.dumps(content, ensure_ascii=False))  # one a line, so that a follower can read them as they come
     else:
         printing.document([content], output)
+
+
+def _detail(text: str) -> Any:
+    """Writers of all versions of the house put events into one stream; what is no JSON is shown as it is."""
+    if not text:
+        return None
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -12,7 +12,7 @@ from ray.scripts import scripts
 
 
 def main() -> None:
-    vars(scripts)["get_ray_client_dependency_error"] = lambda: "not wanted"
+    setattr(scripts, "get_ray_client_dependency_error", lambda: "not wanted")  # noqa: B010 - not a name that Ray exports
     sys.argv[0] = "ray"
     scripts.main()
 
