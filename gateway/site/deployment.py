@@ -90,7 +90,7 @@ def starting() -> str:
 def undeploy(*, whole_serve: bool) -> None:
     """Gateways first, so that their requests can finish while the pools still compute; then the pools and their ranks.
 
-    `whole_serve`: the Ray is the site's own, so Serve goes too; otherwise only what this site put there.
+    `whole_serve`: the Ray is the site's own, so Serve goes too; otherwise it goes when nobody else has an application there.
     """
     import ray
     from ray import serve
@@ -109,6 +109,8 @@ def undeploy(*, whole_serve: bool) -> None:
             return
         if pools := [name for name in present if name.startswith(apps.pool_app_name(""))]:
             client.delete_apps(pools, blocking=True)
+        if not serve.status().applications:
+            serve.shutdown()
     for actor in cast("list[dict[str, str]]", ray.util.list_named_actors(all_namespaces=True)):
         if actor["name"].startswith(_RANK_PREFIX):
             ray.kill(ray.get_actor(actor["name"], namespace=actor["namespace"]))
