@@ -20,7 +20,7 @@ from gateway.api.runtime import Runtime
 from gateway.link.link_set import LinkSet
 from gateway.servers import ports
 from gateway.servers.admin_service import AdminService
-from gateway.servers.generation import GenerationPath
+from gateway.servers.generation_path import GenerationPath
 from gateway.servers.health_service import HealthService
 from gateway.servers.inference_service import InferenceService
 from gateway.servers.metrics import GatewayMetrics

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from dataclasses import dataclass
 
 from gateway.api.errors import ErrorCode, YardError, unavailable
 from gateway.api.proto.pool_pb2 import End, Hold, Submit, Tokens
 from gateway.link.flight import Flight, Lost
-from gateway.link.link_set import LinkSet
 from gateway.link.pool_link import PoolLink
 from gateway.routing import route_table
-from gateway.routing.replica_choice import PowerOfTwoChoice
 from gateway.servers.choice_stream import ChoiceDelta, ChoiceStream
-from gateway.servers.request import UINT64, GenerationRequest, answer_budget, check, check_ids, resolved_sampling
-from gateway.state.view import SiteView
-from gateway.text.library import TextLibrary
+from gateway.servers.generation_path import RETRY_AFTER_S, GenerationPath
+from gateway.servers.request import UINT64, GenerationRequest, answer_budget, check, check_ids, check_length, resolved_sampling
 from gateway.text.model_text import ModelText
 
 # How long a request waits for the link to a pool whose heartbeat says that it holds the model, and how long for a second
-# replica after its first was lost. Then UNAVAILABLE, with this as the time to try again after.
+# replica after its first was lost. Then UNAVAILABLE.
 LINK_WAIT_S = 5.0
 RETRY_WAIT_S = 10.0
-RETRY_AFTER_S = 2.0
 
 
 @dataclass(slots=True)
@@ -32,54 +27,6 @@ class Usage:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
-
-
-class GenerationPath:
-    """What every generation shares. One per gateway."""
-
-    def __init__(self, view: SiteView, library: TextLibrary, links: LinkSet, rng: random.Random) -> None:
-        self.view = view
-        self.library = library
-        self.links = links
-        self.rng = rng
-        self.choice = PowerOfTwoChoice[PoolLink](rng)
-
-    def resolve(self, name: str) -> route_table.Resolved:
-        """YardError(NOT_FOUND) when nothing has this name."""
-        return route_table.resolve(self.view, name, ready=self.ready, pick=self.rng.random())
-
-    async def text(self, resolved: route_table.Resolved) -> ModelText:
-        return await self.library.get(resolved.model, resolved.entry)
-
-    def context(self, resolved: route_table.Resolved, text: ModelText) -> int:
-        """Tokens of prompt plus answer: what the worker groups opened with, else what the manifest or the checkpoint says."""
-        opened = self._opened_context(resolved.model)
-        return opened or min(resolved.entry.spec.context or text.max_context, text.max_context)
-
-    def known_context(self, model: str) -> int:
-        """The same without waiting for the tokenizer; 0 when it is not known yet."""
-        text = self.library.loaded(model)
-        return self._opened_context(model) or self.view.models[model].spec.context or (text.max_context if text else 0)
-
-    def _opened_context(self, model: str) -> int:
-        return min((group.context for _, group in self.view.groups(model) if group.context and group.state == "ready"), default=0)
-
-    def ready(self, model: str) -> bool:
-        return bool(self.links.holding(model))
-
-    def why_unavailable(self, model: str) -> YardError:
-        groups = self.view.groups(model)
-        if not groups:
-            return unavailable(
-                f"model `{model}` is not in any pool yet; `yard describe model {model}` says why", retry_after_s=RETRY_AFTER_S
-            )
-        states = ", ".join(
-            f"{group.state} in pool `{pool}`"
-            + (f" ({group.progress:.0%})" if group.state == "loading" else "")
-            + (f": {group.reason}" if group.reason else "")
-            for pool, group in groups
-        )
-        return unavailable(f"model `{model}` cannot answer now: {states}", retry_after_s=RETRY_AFTER_S)
 
 
 class Generation:
@@ -91,7 +38,8 @@ class Generation:
 
     1. `start` resolves the route, tokenizes, checks, chooses a pool and submits one sequence per choice.
     2. `receive` gives what is new of the choices, a Hold while the model is being brought in, and None at the end.
-    3. A replica that is lost (or has no room, if there is another) before the first token is replaced, once (rule 9).
+    3. A replica that is lost (or has no room, if there is another) before the first token is replaced, once (rule 9); when
+       the model has no other, the route is asked again, so a switch of it costs no request.
     4. `close` may be called at any time, also before or during `start`, and more than once: what runs is cancelled at
        once (rule 10). Whoever makes a Generation closes it.
 
@@ -129,14 +77,10 @@ class Generation:
     # ---------------------------------------------------------------- beginning
 
     async def start(self) -> None:
-        request, path = self.request, self._path
         try:
-            check(request)
-            self.resolved = resolved = path.resolve(request.model)
-            async with asyncio.timeout_at(request.deadline):
-                text = await path.text(resolved)
-                prompt_ids = await self._prompt_ids(text)
-                self._prepare(text, prompt_ids)
+            check(self.request)
+            async with asyncio.timeout_at(self.request.deadline):
+                await self._aim(self._path.resolve(self.request.model))
                 await self._launch(None, LINK_WAIT_S)
         except TimeoutError as error:
             self.close()
@@ -145,26 +89,34 @@ class Generation:
             self.close()
             raise
 
-    async def _prompt_ids(self, text: ModelText) -> list[int]:
+    async def _aim(self, resolved: route_table.Resolved) -> None:
+        """Makes the sequences for one model, ready to be sent."""
+        self.resolved = resolved
+        text = await self._path.text(resolved)
+        context = self._path.context(resolved, text)
+        prompt_ids = await self._prompt_ids(text, context)
+        check_ids(self.request.stop_token_ids, text.vocabulary_size, "stop_token_ids")
+        self._prepare(text, prompt_ids, answer_budget(self.request, len(prompt_ids), context))
+
+    async def _prompt_ids(self, text: ModelText, context: int) -> list[int]:
         request = self.request
         if request.prompt_ids is not None:
             check_ids(request.prompt_ids, text.vocabulary_size, request.named("prompt_ids"))
             return list(request.prompt_ids)
-        if request.messages is not None:
-            # A chat template writes its own beginning-of-sequence token.
-            rendered = text.render_chat(request.messages, tools=request.tools)
-            return await text.encode(rendered, add_special_tokens=False)
-        return await text.encode(request.prompt or "", add_special_tokens=request.add_special_tokens)
+        prompt = text.render_chat(request.messages, tools=request.tools) if request.messages else request.prompt or ""
+        check_length(request, prompt, context * text.longest_token)
+        # A chat template writes its own beginning-of-sequence token.
+        special = request.add_special_tokens and request.messages is None
+        return await text.encode(prompt, add_special_tokens=special)
 
-    def _prepare(self, text: ModelText, prompt_ids: list[int]) -> None:
+    def _prepare(self, text: ModelText, prompt_ids: list[int], max_tokens: int) -> None:
         request, resolved = self.request, self.resolved
         assert resolved is not None
-        check_ids(request.stop_token_ids, text.vocabulary_size, "stop_token_ids")
-        max_tokens = answer_budget(request, len(prompt_ids), self._path.context(resolved, text))
         sampling = resolved_sampling(request, text.defaults, self._path.rng)
         self.usage.prompt_tokens = len(prompt_ids)
         self._choices = [ChoiceStream(index, request, text, prompt_ids) for index in range(request.n)]
         self._running = request.n
+        self._submits = []
         for index in range(request.n):
             submit = Submit(
                 model=resolved.model,
@@ -280,14 +232,16 @@ class Generation:
         """Another try, if it is the first failure and no token came yet; else the error."""
         link = self._link
         self._drop_sequences()
-        elsewhere = [other for other in self._path.links.holding(self.model) if other.up and other is not link]
-        retryable = error.code is ErrorCode.UNAVAILABLE or (error.code is ErrorCode.EXHAUSTED and bool(elsewhere))
+        elsewhere = any(other.up and other is not link for other in self._path.links.holding(self.model))
+        retryable = error.code is ErrorCode.UNAVAILABLE or (error.code is ErrorCode.EXHAUSTED and elsewhere)
         if self._started or self._retried or not retryable:
             self.close()
             raise error
         self._retried = True
         try:
             async with asyncio.timeout_at(self.request.deadline):
+                if not elsewhere:
+                    await self._follow_route()
                 await self._launch(link, RETRY_WAIT_S)
         except TimeoutError as late:
             self.close()
@@ -295,6 +249,12 @@ class Generation:
         except YardError as second:
             self.close()
             raise error from second
+
+    async def _follow_route(self) -> None:
+        """The route may have been switched since the request came, or have another target that can answer."""
+        resolved = self._path.resolve(self.request.model)
+        if resolved.model != self.model and self._path.ready(resolved.model):
+            await self._aim(resolved)
 
     # ---------------------------------------------------------------- ending
 
@@ -314,6 +274,7 @@ class Generation:
 
     def _expire(self) -> None:
         self._expired = True
+        self._drop_sequences()  # at once, though the one who serves the request may be waiting for a slow client
         self._flight.wake()
 
     def _check_running(self) -> None:

@@ -6,7 +6,8 @@ import asyncio
 
 from gateway.api.proto.pool_pb2 import Hold
 from gateway.servers.choice_stream import ChoiceDelta
-from gateway.servers.generation import Generation, GenerationPath, Usage
+from gateway.servers.generation import Generation, Usage
+from gateway.servers.generation_path import GenerationPath
 from gateway.servers.request import GenerationRequest
 
 

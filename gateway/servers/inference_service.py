@@ -34,7 +34,8 @@ from gateway.api.proto.inference_pb2_grpc import InferenceServicer
 from gateway.api.proto.pool_pb2 import Hold
 from gateway.routing import route_table
 from gateway.servers.choice_stream import ChoiceDelta, TokenLogprob
-from gateway.servers.generation import Generation, GenerationPath
+from gateway.servers.generation import Generation
+from gateway.servers.generation_path import GenerationPath
 from gateway.servers.grpc_errors import abort
 from gateway.servers.metrics import GatewayMetrics, RequestMeter
 from gateway.servers.request import GenerationRequest, Sampling, check_ids
@@ -79,15 +80,16 @@ class InferenceService(InferenceServicer):
     async def _whole(self, request: GenerateRequest | ChatRequest, context: Context) -> GenerateResponse:
         call = _Call(self._path, self._metrics, request, context)
         try:
-            generation = await call.start()
+            generation = call.generation
+            news = await call.start()
             choices: dict[int, ChoiceDelta] = {}
-            while (news := await generation.receive()) is not None:
-                if isinstance(news, Hold):
-                    continue
-                call.meter.text()
-                for delta in news:
-                    if (whole := choices.setdefault(delta.index, delta)) is not delta:
-                        whole.extend(delta)
+            while news is not None:
+                if not isinstance(news, Hold):
+                    call.meter.text()
+                    for delta in news:
+                        if (whole := choices.setdefault(delta.index, delta)) is not delta:
+                            whole.extend(delta)
+                news = await generation.receive()
             return GenerateResponse(
                 request_id=generation.request.request_id,
                 model=generation.model,
@@ -103,20 +105,19 @@ class InferenceService(InferenceServicer):
     async def _stream(self, request: GenerateRequest | ChatRequest, context: Context) -> None:
         call = _Call(self._path, self._metrics, request, context)
         try:
-            generation = await call.start()
-            request_id, model = generation.request.request_id, generation.model
-            while (news := await generation.receive()) is not None:
+            generation = call.generation
+            news = await call.start()
+            while news is not None:
+                chunk = GenerateChunk(request_id=generation.request.request_id, model=generation.model)
                 if isinstance(news, Hold):
-                    held = Held(reason=news.reason, estimated_wait_ms=news.estimated_wait_ms)
-                    await context.write(GenerateChunk(request_id=request_id, model=model, held=held))
-                    continue
-                call.meter.text()
-                chunk = GenerateChunk(
-                    request_id=request_id, model=model, choices=[_choice(delta, generation.request) for delta in news]
-                )
-                if generation.done:
-                    chunk.usage.CopyFrom(_usage(generation))
+                    chunk.held.CopyFrom(Held(reason=news.reason, estimated_wait_ms=news.estimated_wait_ms))
+                else:
+                    call.meter.text()
+                    chunk.choices.extend([_choice(delta, generation.request) for delta in news])
+                    if generation.done:
+                        chunk.usage.CopyFrom(_usage(generation))
                 await context.write(chunk)
+                news = await generation.receive()
         except YardError as error:
             await call.abort(error)
         finally:
@@ -178,8 +179,10 @@ class _Call:
     def _left(self, _: object) -> None:
         self.generation.close()
 
-    async def start(self) -> Generation:
+    async def start(self) -> list[ChoiceDelta] | Hold | None:
+        """The first news. They come before the headers, which say who answers."""
         await self.generation.start()
+        news = await self.generation.receive()
         resolved = self.generation.resolved
         assert resolved is not None
         metadata = [
@@ -193,7 +196,7 @@ class _Call:
             self._context.set_trailing_metadata((("modelyard-degraded", "true"),))
         await self._context.send_initial_metadata(tuple(metadata))
         self._error = None
-        return self.generation
+        return news
 
     async def abort(self, error: YardError) -> NoReturn:
         self._error = error

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import uuid
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -24,9 +22,11 @@ from gateway.api.grpc_options import MAX_MESSAGE_BYTES
 from gateway.api.proto.pool_pb2 import Hold
 from gateway.routing import route_table
 from gateway.servers.choice_stream import ChoiceDelta
-from gateway.servers.generation import Generation, GenerationPath
+from gateway.servers.generation import Generation
 from gateway.servers.generation_group import GenerationGroup
+from gateway.servers.generation_path import GenerationPath
 from gateway.servers.health_service import HealthService
+from gateway.servers.http_reply import Reply, event, retry_after
 from gateway.servers.metrics import GatewayMetrics, RequestMeter
 from gateway.servers.openai_format import ChatFormat, CompletionFormat, error_body, usage_body
 from gateway.servers.openai_request import ApiRequest, chat_request, completion_request, parse_body
@@ -36,13 +36,6 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_HEADER = "x-modelyard-timeout-ms"
 MAX_REQUEST_ID_CHARACTERS = 256
-_JSON = (b"content-type", b"application/json")
-_SSE = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
-    (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),
-]
-
 Parse = Callable[[dict[str, Any], str, float | None, str], ApiRequest]
 
 
@@ -121,7 +114,7 @@ class GenerationEndpoint:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
         request_id = headers.get("x-request-id", "")[:MAX_REQUEST_ID_CHARACTERS] or uuid.uuid4().hex
-        reply = _Reply(send, request_id, self._path)
+        reply = Reply(send, request_id, self._path)
         try:
             body = parse_body(await _read_body(receive))
             request = self._parse(body, request_id, _deadline(headers), headers.get("traceparent", ""))
@@ -137,7 +130,7 @@ class GenerationEndpoint:
         name = body.get("model") if isinstance(body, dict) else None
         return self._metrics.route_label(name if isinstance(name, str) else "")
 
-    async def _answer(self, request: ApiRequest, receive: Receive, reply: _Reply) -> None:
+    async def _answer(self, request: ApiRequest, receive: Receive, reply: Reply) -> None:
         meter = RequestMeter(self._metrics, "http", request.model)
         group = GenerationGroup(self._path, request.generations)
         watcher = asyncio.create_task(_close_when_left(receive, group), name="client-watch")
@@ -159,7 +152,7 @@ class GenerationEndpoint:
             group.close()
             meter.end(group.first.model, group.usage.prompt_tokens, group.tokens, failure)
 
-    async def _whole(self, request: ApiRequest, group: GenerationGroup, news: Any, meter: RequestMeter, reply: _Reply) -> None:
+    async def _whole(self, request: ApiRequest, group: GenerationGroup, news: Any, meter: RequestMeter, reply: Reply) -> None:
         choices: dict[int, ChoiceDelta] = {}
         while news is not None:
             if not isinstance(news, Hold):
@@ -180,7 +173,7 @@ class GenerationEndpoint:
         head = _head(request, group.first, shape.object)
         await reply.json({**head, "choices": bodies, "usage": usage_body(group.usage)})
 
-    async def _stream(self, request: ApiRequest, group: GenerationGroup, news: Any, meter: RequestMeter, reply: _Reply) -> None:
+    async def _stream(self, request: ApiRequest, group: GenerationGroup, news: Any, meter: RequestMeter, reply: Reply) -> None:
         shape = _format(request)
         head = _head(request, group.first, shape.chunk_object)
         if request.include_usage:
@@ -200,10 +193,10 @@ class GenerationEndpoint:
                     chunk = {**head, "choices": [shape.chunk(delta)]}
                     if request.continuous_usage:
                         chunk["usage"] = usage_body(group.usage)
-                    events.append(_event(chunk))
+                    events.append(event(chunk))
                 await reply.events(b"".join(events))
             news = await group.receive()
-        last = _event({**head, "choices": [], "usage": usage_body(group.usage)}) if request.include_usage else b""
+        last = event({**head, "choices": [], "usage": usage_body(group.usage)}) if request.include_usage else b""
         await reply.events(last + b"data: [DONE]\n\n", more=False)
 
     async def _echo(self, request: ApiRequest, group: GenerationGroup, index: int) -> str:
@@ -218,52 +211,6 @@ class GenerationEndpoint:
 
 class _ClientLeft(Exception):
     """The connection closed before the whole body was there."""
-
-
-class _Reply:
-    """What is sent on one HTTP exchange, in the order that ASGI wants it."""
-
-    def __init__(self, send: Send, request_id: str, path: GenerationPath) -> None:
-        self._send = send
-        self._path = path
-        self._streaming = False
-        self._headers = [(b"x-request-id", request_id.encode("latin-1", "replace"))]
-
-    def answered_by(self, generation: Generation) -> None:
-        resolved = generation.resolved
-        assert resolved is not None
-        self._headers += [
-            (b"x-modelyard-model", resolved.model.encode()),
-            (b"x-modelyard-route", resolved.route.encode()),
-            (b"x-modelyard-route-generation", str(resolved.route_generation).encode()),
-        ]
-
-    async def json(self, body: dict[str, Any], status: int = 200) -> None:
-        raw = msgspec.json.encode(body)
-        await self._start(status, [_JSON, (b"content-length", str(len(raw)).encode())])
-        await self._send({"type": "http.response.body", "body": raw})
-
-    async def begin_stream(self) -> None:
-        self._streaming = True
-        await self._start(200, _SSE)
-
-    async def events(self, raw: bytes, *, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": raw, "more_body": more})
-
-    async def error(self, error: YardError) -> None:
-        """As a status, or inside a stream that has begun as an event, which OpenAI's clients raise. [DONE] does not follow it."""
-        if error.code is ErrorCode.CANCELLED and self._streaming:
-            return
-        if self._streaming:
-            await self.events(_event(error_body(error)), more=False)
-            return
-        self._headers += _retry_after(error)
-        await self.json(error_body(error), error.http_status)
-
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        if self._path.view.degraded:
-            self._headers.append((b"x-modelyard-degraded", b"true"))
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._headers]})
 
 
 async def _read_body(receive: Receive) -> bytes:
@@ -313,19 +260,6 @@ def _head(request: ApiRequest, generation: Generation, kind: str) -> dict[str, A
     }
 
 
-def _event(body: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(body) + b"\n\n"
-
-
-def _retry_after(error: YardError) -> list[tuple[bytes, bytes]]:
-    if error.retry_after_s is None:
-        return []
-    return [
-        (b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()),
-        (b"retry-after-ms", str(int(error.retry_after_s * 1000)).encode()),
-    ]
-
-
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     body = {"error": {"message": error.detail, "type": "invalid_request_error", "param": None, "code": None}}
@@ -336,5 +270,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 async def _yard_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, YardError)
-    headers = {key.decode(): value.decode() for key, value in _retry_after(error)}
+    headers = {key.decode(): value.decode() for key, value in retry_after(error)}
     return JSONResponse(error_body(error), error.http_status, headers)

@@ -114,9 +114,16 @@ def _interval(lowest: float, highest: float, inclusive: bool) -> str:
 
 
 def check_ids(ids: Sequence[int], vocabulary_size: int, name: str) -> None:
-    for token in ids:
-        if not 0 <= token < vocabulary_size:
-            raise invalid(f"{name} has the id {token}; this model's ids are 0 to {vocabulary_size - 1}", name)
+    if ids and not (min(ids) >= 0 and max(ids) < vocabulary_size):
+        wrong = next(token for token in ids if not 0 <= token < vocabulary_size)
+        raise invalid(f"{name} has the id {wrong}; this model's ids are 0 to {vocabulary_size - 1}", name)
+
+
+def check_length(request: GenerationRequest, prompt: str, max_characters: int) -> None:
+    """Refuses a text that cannot fit whatever its tokens are, before time is spent on tokenizing it."""
+    if len(prompt) > max_characters:
+        name = request.named("messages" if request.messages is not None else "prompt")
+        raise invalid(f"the prompt has {len(prompt)} characters, more than the context of model `{request.model}` holds", name)
 
 
 def answer_budget(request: GenerationRequest, prompt_tokens: int, max_context: int) -> int:

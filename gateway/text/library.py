@@ -13,6 +13,9 @@ from gateway.text.model_text import ModelText
 
 Loader = Callable[[str, ModelSpec], ModelText]
 
+# A load that failed is what requests are told for so long; then the next one tries again.
+RETRY_FAILED_S = 5.0
+
 
 def checkpoint_loader(cache_dir: Path) -> Loader:
     """Reads the tokenizer that belongs to a model's weights. Blocking: a first GGUF conversion takes some seconds."""
@@ -32,16 +35,17 @@ def checkpoint_loader(cache_dir: Path) -> Loader:
 
 
 class TextLibrary:
-    """Single-flight: however many requests wait for a model's text, it is loaded once; a failed load is tried again next time."""
+    """Single-flight: however many requests wait for a model's text, it is loaded once. A failed load is tried again later."""
 
     def __init__(self, load: Loader) -> None:
         self._load = load
         self._loading: dict[str, tuple[int, asyncio.Task[ModelText]]] = {}
+        self._started: dict[str, float] = {}
 
     async def get(self, model: str, entry: ModelEntry) -> ModelText:
         """YardError(INVALID) when the checkpoint or its tokenizer cannot be read."""
         generation, task = self._loading.get(model, (-1, None))
-        if task is None or generation != entry.generation or _failed(task):
+        if task is None or generation != entry.generation or (_failed(task) and self._may_retry(model)):
             task = self._start(model, entry)
         # Shielded: one client that leaves must not stop the load for the others.
         return task.result() if task.done() else await asyncio.shield(task)
@@ -54,7 +58,7 @@ class TextLibrary:
     def prefetch(self, models: Mapping[str, ModelEntry]) -> None:
         """Begins to load what is new and forgets what is gone."""
         for name in self._loading.keys() - models.keys():
-            del self._loading[name]
+            del self._loading[name], self._started[name]
         for name, entry in models.items():
             generation, _ = self._loading.get(name, (-1, None))
             if generation != entry.generation:
@@ -64,7 +68,11 @@ class TextLibrary:
         task = asyncio.create_task(asyncio.to_thread(self._load, model, entry.spec), name=f"text-{model}")
         task.add_done_callback(_retrieve)
         self._loading[model] = (entry.generation, task)
+        self._started[model] = asyncio.get_running_loop().time()
         return task
+
+    def _may_retry(self, model: str) -> bool:
+        return asyncio.get_running_loop().time() - self._started[model] > RETRY_FAILED_S
 
 
 def _failed(task: asyncio.Task[ModelText]) -> bool:

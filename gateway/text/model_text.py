@@ -55,7 +55,9 @@ class ModelText:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._table = token_bytes(self._tokenizer, spec)
-        self.vocabulary_size = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocabulary_size = max(vocabulary.values(), default=-1) + 1
+        self.longest_token = max(map(len, vocabulary), default=0)  # in characters
         config = _read_json(directory / "tokenizer_config.json")
         template = chat_template or _stored_template(directory, config)
         self._template = ChatTemplate(template, _special_tokens(config), model=model) if template else None

@@ -15,7 +15,7 @@ from gateway.api.grpc_options import CLIENT_OPTIONS
 from gateway.api.proto.inference_pb2_grpc import InferenceStub
 from gateway.api.records import DesiredObject
 from gateway.link.link_set import LinkSet
-from gateway.servers.generation import GenerationPath
+from gateway.servers.generation_path import GenerationPath
 from gateway.servers.health_service import HealthService
 from gateway.servers.inference_service import InferenceService
 from gateway.servers.metrics import GatewayMetrics

@@ -389,6 +389,43 @@ async def test_nothing_is_retried_after_the_first_token(
     assert other.idle()
 
 
+async def test_the_retry_follows_a_switched_route(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
+    """A model that was taken away after its route was switched refuses; the request goes to the new target."""
+    lone.texts["n"] = byte_level
+    lone.put("Model", "n", {"source": "file:x"})
+    lone.put("Route", "chat", {"targets": [{"model": "m"}]})
+    second = ScriptedPool("b", ["n"])
+    await second.start()
+    lone.observe(second)
+    await lone.wait_up("b")
+    one_by_one(second, ids_of(byte_level, "yes"))
+    call = lone.inference.Generate(request(model="chat"), timeout=10)
+    answer = asyncio.ensure_future(call)
+    sequence = await pool.next()
+    lone.put("Route", "chat", {"targets": [{"model": "n"}]})
+    sequence.fail("unavailable", "`m` is draining")
+    response = await answer
+    assert (response.model, response.choices[0].text) == ("n", "yes")
+    metadata = dict(await call.initial_metadata())
+    assert (metadata["modelyard-model"], metadata["modelyard-route-generation"]) == ("n", "2")
+
+
+async def test_a_tokenizer_that_cannot_be_read_is_not_the_clients_fault(
+    lone: LoneGateway, pool: ScriptedPool, tmp_path: Path
+) -> None:
+    lone.texts["broken"] = tmp_path
+    lone.put("Model", "broken", {"source": "file:x"})
+    error = await refused(lone.inference.Generate(request(model="broken"), timeout=10))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "tokenizer.json" in error.details()
+
+
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(lone: LoneGateway) -> None:
+    error = await refused(lone.inference.Generate(request(prompt="x" * 2_000_000), timeout=10))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "2000000 characters" in error.details()
+
+
 async def test_a_full_pool_is_tried_elsewhere(
     lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool, byte_level: Path
 ) -> None:

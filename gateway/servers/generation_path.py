@@ -1,0 +1,68 @@
+"""What all generations of a gateway share, and what they ask of it."""
+
+from __future__ import annotations
+
+import random
+
+from gateway.api.errors import YardError, unavailable
+from gateway.link.link_set import LinkSet
+from gateway.link.pool_link import PoolLink
+from gateway.routing import route_table
+from gateway.routing.replica_choice import PowerOfTwoChoice
+from gateway.state.view import SiteView
+from gateway.text.library import RETRY_FAILED_S, TextLibrary
+from gateway.text.model_text import ModelText
+
+RETRY_AFTER_S = 2.0
+
+
+class GenerationPath:
+    """One per gateway."""
+
+    def __init__(self, view: SiteView, library: TextLibrary, links: LinkSet, rng: random.Random) -> None:
+        self.view = view
+        self.library = library
+        self.links = links
+        self.rng = rng
+        self.choice = PowerOfTwoChoice[PoolLink](rng)
+
+    def resolve(self, name: str) -> route_table.Resolved:
+        """YardError(NOT_FOUND) when nothing has this name."""
+        return route_table.resolve(self.view, name, ready=self.ready, pick=self.rng.random())
+
+    async def text(self, resolved: route_table.Resolved) -> ModelText:
+        """YardError(UNAVAILABLE) when this gateway cannot read the model's tokenizer, which is no fault of the request."""
+        try:
+            return await self.library.get(resolved.model, resolved.entry)
+        except YardError as error:
+            raise unavailable(f"model `{resolved.model}` cannot be asked here: {error.message}", RETRY_FAILED_S) from error
+
+    def context(self, resolved: route_table.Resolved, text: ModelText) -> int:
+        """Tokens of prompt plus answer: what the worker groups opened with, else what the manifest or the checkpoint says."""
+        opened = self._opened_context(resolved.model)
+        return opened or min(resolved.entry.spec.context or text.max_context, text.max_context)
+
+    def known_context(self, model: str) -> int:
+        """The same without waiting for the tokenizer; 0 when it is not known yet."""
+        text = self.library.loaded(model)
+        return self._opened_context(model) or self.view.models[model].spec.context or (text.max_context if text else 0)
+
+    def _opened_context(self, model: str) -> int:
+        return min((group.context for _, group in self.view.groups(model) if group.context and group.state == "ready"), default=0)
+
+    def ready(self, model: str) -> bool:
+        return bool(self.links.holding(model))
+
+    def why_unavailable(self, model: str) -> YardError:
+        groups = self.view.groups(model)
+        if not groups:
+            return unavailable(
+                f"model `{model}` is not in any pool yet; `yard describe model {model}` says why", retry_after_s=RETRY_AFTER_S
+            )
+        states = ", ".join(
+            f"{group.state} in pool `{pool}`"
+            + (f" ({group.progress:.0%})" if group.state == "loading" else "")
+            + (f": {group.reason}" if group.reason else "")
+            for pool, group in groups
+        )
+        return unavailable(f"model `{model}` cannot answer now: {states}", retry_after_s=RETRY_AFTER_S)
