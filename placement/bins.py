@@ -1,8 +1,8 @@
-"""Moving placed groups between devices to close some of them."""
+"""Moving placed groups between devices: to close some of them, or to admit groups that fit nowhere as things are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 from placement.types import Device, ModelRequest, PlacedGroup
@@ -25,37 +25,49 @@ class _Item:
 
 
 class Bins:
-    def __init__(self, devices: Iterable[Device], models: Iterable[ModelRequest], groups: Iterable[PlacedGroup]) -> None:
+    """`fixed` names models whose groups stay where they are."""
+
+    def __init__(
+        self,
+        devices: Iterable[Device],
+        models: Iterable[ModelRequest],
+        groups: Iterable[PlacedGroup],
+        fixed: Collection[str] = (),
+    ) -> None:
         usable = [device for device in devices if device.healthy and not device.cordoned]
         self._devices = sorted(usable, key=lambda device: (device.pool, device.rank))
-        index = {(device.pool, device.rank): at for at, device in enumerate(self._devices)}
+        self._index = {(device.pool, device.rank): at for at, device in enumerate(self._devices)}
         self._free = [device.capacity_bytes - device.foreign_bytes for device in self._devices]
         self._on: list[set[_Item]] = [set() for _ in self._devices]
-        requests = {request.name: request for request in models}
-        domains: dict[tuple[str, str, str], list[int]] = {}
+        self._requests = {request.name: request for request in models}
+        self._fixed = frozenset(fixed)
+        self._members: dict[tuple[str, str, str], list[int]] = {}
         for at, device in enumerate(self._devices):
-            domains.setdefault((device.pool, device.node, device.nvlink_domain), []).append(at)
-        allowed: dict[tuple, list[list[int]]] = {}
+            self._members.setdefault((device.pool, device.node, device.nvlink_domain), []).append(at)
+        self._allowed: dict[tuple, list[list[int]]] = {}
         self._items: list[_Item] = []
         for group in sorted(groups, key=lambda group: (group.model, group.pool, group.ranks)):
-            request = requests[group.model]
-            kind = self._devices[index[group.pool, group.ranks[0]]].kind
-            key = (request.pools, kind, group.tensor_parallel)
-            if key not in allowed:
-                allowed[key] = [
-                    members
-                    for (pool, _, _), members in domains.items()
-                    if (not request.pools or pool in request.pools)
-                    and self._devices[members[0]].kind == kind
-                    and len(members) >= group.tensor_parallel
-                ]
-            item = _Item(
-                group, group.pipeline_parallel == 1, allowed[key], tuple(index[group.pool, rank] for rank in group.ranks)
-            )
-            self._items.append(item)
-            self._put(item, item.bins)
+            item = self._item(group)
+            self._put(item, tuple(self._index[group.pool, rank] for rank in group.ranks))
         self._open = {at for at, items in enumerate(self._on) if items}
         self._steps = 0
+
+    def _item(self, group: PlacedGroup) -> _Item:
+        request = self._requests[group.model]
+        kind = self._devices[self._index[group.pool, group.ranks[0]]].kind
+        key = (request.pools, kind, group.tensor_parallel)
+        if key not in self._allowed:
+            self._allowed[key] = [
+                members
+                for (pool, _, _), members in self._members.items()
+                if (not request.pools or pool in request.pools)
+                and self._devices[members[0]].kind == kind
+                and len(members) >= group.tensor_parallel
+            ]
+        movable = group.pipeline_parallel == 1 and group.model not in self._fixed
+        item = _Item(group, movable, self._allowed[key], ())
+        self._items.append(item)
+        return item
 
     def groups(self) -> Iterable[PlacedGroup]:
         for item in self._items:
@@ -84,6 +96,17 @@ class Bins:
                 return True
             self._undo(log, 0)
             self._open.add(at)
+        return False
+
+    def admit(self, groups: Iterable[PlacedGroup], steps: int) -> bool:
+        """Place groups anew (where they were does not matter), on any device; False, nothing changed, when none is found."""
+        self._open = set(range(len(self._devices)))
+        self._steps = steps
+        items = [self._item(group) for group in groups]
+        items.sort(key=lambda item: (-item.need * item.group.tensor_parallel, item.group.model))
+        if self._place_all(items, _MAX_DEPTH, []):
+            return True
+        del self._items[len(self._items) - len(items) :]
         return False
 
     def _load(self, at: int) -> int:

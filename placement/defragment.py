@@ -3,7 +3,8 @@
     1. For every domain and every choice of N of its devices: the fewest groups whose leaving frees enough on each (Filter).
     2. The cheapest choices first, by moves, then bytes (Score): try to place the groups that must leave elsewhere, with the
        island reserved, by the same packing that places everything else.
-    3. The first choice whose groups all find a place wins (Reserve); none: no room can be made.
+    3. The first choice whose groups all find a place wins (Reserve). None: the same choices again, where groups that find no
+       place may take that of a smaller one, which moves on.
 
 Pinned and busy models stay where they are.
 """
@@ -16,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from math import comb
 
+from placement.bins import Bins
 from placement.evictions import fewest_evictions
 from placement.footprint import group_footprint
 from placement.free_memory import Domain, FreeMemory
@@ -26,6 +28,8 @@ from placement.types import ModelRequest, PlacedGroup, Snapshot
 
 _CHOICES_IN_DOMAIN = 70  # all of 8 devices; of wider domains, neighbours only
 _TRIALS = 200
+_DEEP_TRIALS = 20
+_DEEP_STEPS = 3000
 
 
 @dataclass(frozen=True)
@@ -62,11 +66,17 @@ def make_room(snapshot: Snapshot, request: ModelRequest, degree: int, busy: Coll
     requests = {model.name: model for model in snapshot.models}
     stay = {name for name, model in requests.items() if model.pinned} | set(busy) | {request.name}
     free = _free_after(snapshot)
-    for choice in sorted(_choices(snapshot, request, degree, stay, free), key=_cost)[:_TRIALS]:
-        kind = free.domains[choice.index].kind
-        need = group_footprint(request, degree, 1, kind)[0].total
+    choices = sorted(_choices(snapshot, request, degree, stay, free), key=_cost)
+    islands = []
+    for choice in choices[:_TRIALS]:
+        need = group_footprint(request, degree, 1, free.domains[choice.index].kind)[0].total
         island = PlacedGroup(request.name, choice.pool, choice.ranks, degree, 1, (need,) * degree)
+        islands.append((island, choice.evicted))
         moves = _move_away(snapshot, request, island, choice.evicted)
+        if moves is not None:
+            return Room(island, moves)
+    for island, evicted in islands[:_DEEP_TRIALS]:
+        moves = _move_on(snapshot, request, island, evicted, stay)
         if moves is not None:
             return Room(island, moves)
     return None
@@ -121,16 +131,33 @@ def _move_away(
     plan = Packer(trial, CONSOLIDATE).plan()
     if plan.refusals or plan.unloads:
         return None
-    arrivals: dict[str, list[PlacedGroup]] = {}
-    for group in plan.loads:
-        arrivals.setdefault(group.model, []).append(group)
+    return _moves(snapshot, plan.groups, island)
+
+
+def _move_on(
+    snapshot: Snapshot, request: ModelRequest, island: PlacedGroup, evicted: tuple[PlacedGroup, ...], stay: Collection[str]
+) -> tuple[Move, ...] | None:
+    left = tuple((Counter(snapshot.placed) - Counter(evicted)).elements())
+    models = (*(model for model in snapshot.models if model.name != request.name), request)
+    bins = Bins(snapshot.devices, models, (*left, island), fixed=stay)
+    if not bins.admit(evicted, _DEEP_STEPS):
+        return None
+    return _moves(snapshot, bins.groups(), island)
+
+
+def _moves(snapshot: Snapshot, groups: Iterable[PlacedGroup], island: PlacedGroup) -> tuple[Move, ...]:
+    """From where the groups are to `groups`; those of a model that moved are paired in order."""
     kinds = {(device.pool, device.rank): device.kind for device in snapshot.devices}
-    return tuple(_move(before, arrivals[before.model].pop(0), kinds) for before in evicted)
+    before, after = Counter(snapshot.placed), Counter(groups) - Counter([island])
+    left, arrived = (sorted(part.elements(), key=_by_place) for part in (before - after, after - before))
+    return tuple(
+        Move(old, new, sum(new.bytes_per_rank), transfer_s(new.bytes_per_rank, kinds[new.pool, new.ranks[0]], "load"))
+        for old, new in zip(left, arrived, strict=True)
+    )
 
 
-def _move(before: PlacedGroup, after: PlacedGroup, kinds: dict[tuple[str, int], str]) -> Move:
-    seconds = transfer_s(after.bytes_per_rank, kinds[after.pool, after.ranks[0]], "load")
-    return Move(before, after, sum(after.bytes_per_rank), seconds)
+def _by_place(group: PlacedGroup) -> tuple[str, str, tuple[int, ...]]:
+    return group.model, group.pool, group.ranks
 
 
 def _free_after(snapshot: Snapshot) -> FreeMemory:

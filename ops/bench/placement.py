@@ -1,6 +1,7 @@
 """Placement in figures: devices used against an exact solver's optimum, and how long plans take.
 
     python ops/bench/placement.py quality [--instances N] [--first SEED] [--limit SECONDS]     needs `pip install ortools`
+    python ops/bench/placement.py defragment [the same]
     python ops/bench/placement.py scale
 
 Everything is seeded. Prints a table against the targets; exits 1 when one is missed.
@@ -11,13 +12,16 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from ops.bench.placement_instances import large_site, plain_model, random_site
+from ops.bench.placement_instances import fragmented_site, large_site, plain_model, random_site
 from placement.consolidation import consolidate, devices_needed, devices_used
+from placement.defragment import largest_island, make_room
+from placement.footprint import group_footprint
 from placement.packing import Packer, place
 from placement.scoring import BALANCE, CONSOLIDATE
 
@@ -46,10 +50,10 @@ def quality(instances: int, first: int, limit_s: float) -> bool:
             ratios.append(1.0)
             continue
         exact = fewest_devices(site.devices, plan.groups, limit_s)
-        (ratios if exact.solved else bounded).append(used / exact.devices)
-        if used > exact.devices:
+        (ratios if exact.solved else bounded).append(used / exact.value)
+        if used > exact.value:
             kind = "optimum" if exact.solved else "bound"
-            print(f"  seed {seed}: {used} devices, {kind} {exact.devices}", flush=True)
+            print(f"  seed {seed}: {used} devices, {kind} {exact.value}", flush=True)
     mean, worst = sum(ratios) / len(ratios), max(ratios)
     print(f"instances {instances}: {len(ratios)} solved, {len(bounded)} bounded in {limit_s} s, {infeasible} with refusals")
     print(f"devices used / optimum   mean {mean:.4f} (target ≤ {MEAN_RATIO})   worst {worst:.3f} (target ≤ {WORST_RATIO})")
@@ -87,16 +91,52 @@ def scale() -> bool:
     return good
 
 
+def defragment(instances: int, first: int, limit_s: float) -> bool:
+    from ops.bench.placement_exact import fewest_moves
+
+    ratio_moves = ratio_fewest = missed = unsolved = 0
+    good = True
+    for seed in range(first, first + instances):
+        site, wide, degree = fragmented_site(seed)
+        need = group_footprint(wide, degree, 1, "cuda")[0].total
+        before = largest_island(site, need)
+        started = time.process_time()
+        room = make_room(site, wide, degree)
+        plan_s = time.process_time() - started
+        exact = fewest_moves(site, wide, degree, limit_s)
+        after = before
+        if room is not None:
+            gone = Counter(move.before for move in room.moves)
+            groups = (*(Counter(site.placed) - gone).elements(), *(move.after for move in room.moves))
+            after = largest_island(replace(site, placed=groups), need)
+            good &= after >= max(before, degree)
+            if exact is not None and exact.solved:
+                ratio_moves += len(room.moves)
+                ratio_fewest += exact.value
+        missed += room is None and exact is not None and exact.solved
+        unsolved += exact is not None and not exact.solved
+        moves = "no room" if room is None else f"{len(room.moves)} moves, {sum(m.bytes for m in room.moves) / 2**30:.0f} GiB"
+        fewest = "none" if exact is None else f"{exact.value}{'' if exact.solved else '+'}"
+        print(f"  seed {seed}: {degree} wide, island {before} -> {after}, {moves} (solver {fewest}), {plan_s:.2f} s", flush=True)
+    print(f"moves {ratio_moves}, fewest {ratio_fewest} (target within 10 %); room missed {missed}, unsolved {unsolved}")
+    return good and ratio_moves <= 1.10 * ratio_fewest
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
-    one = commands.add_parser("quality")
-    one.add_argument("--instances", type=int, default=1000)
-    one.add_argument("--first", type=int, default=0)
-    one.add_argument("--limit", type=float, default=10.0)
+    for name, instances in (("quality", 1000), ("defragment", 100)):
+        one = commands.add_parser(name)
+        one.add_argument("--instances", type=int, default=instances)
+        one.add_argument("--first", type=int, default=0)
+        one.add_argument("--limit", type=float, default=10.0)
     commands.add_parser("scale")
     arguments = parser.parse_args()
-    good = quality(arguments.instances, arguments.first, arguments.limit) if arguments.command == "quality" else scale()
+    if arguments.command == "scale":
+        good = scale()
+    else:
+        compare = quality if arguments.command == "quality" else defragment
+        good = compare(arguments.instances, arguments.first, arguments.limit)
     sys.exit(0 if good else 1)
 
 

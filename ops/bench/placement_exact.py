@@ -1,4 +1,4 @@
-"""The fewest devices that hold a set of groups, by OR-tools' CP-SAT (`pip install ortools`; used by the benchmark only)."""
+"""The fewest devices for a set of groups, and the fewest moves that make room, by OR-tools' CP-SAT (an optional dependency)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from itertools import pairwise
 
 from ortools.sat.python import cp_model
 
-from placement.types import Device, PlacedGroup
+from placement.footprint import group_footprint
+from placement.types import Device, ModelRequest, PlacedGroup, Snapshot
 
 MIB = 2**20
 
@@ -16,7 +17,7 @@ MIB = 2**20
 @dataclass(frozen=True)
 class Exact:
     solved: bool  # proved optimal
-    devices: int  # the optimum; unsolved: the best bound, which no plan can be below
+    value: int  # the optimum; unsolved: the best bound, which no plan can be below
 
 
 def fewest_devices(devices: tuple[Device, ...], groups: tuple[PlacedGroup, ...], limit_s: float, workers: int = 1) -> Exact:
@@ -57,6 +58,66 @@ def fewest_devices(devices: tuple[Device, ...], groups: tuple[PlacedGroup, ...],
     if status == cp_model.OPTIMAL:
         return Exact(True, round(solver.objective_value))
     return Exact(False, max(1, -int(-solver.best_objective_bound // 1)))
+
+
+def fewest_moves(snapshot: Snapshot, request: ModelRequest, degree: int, limit_s: float, workers: int = 1) -> Exact | None:
+    """Groups that must move so that `degree` devices of one node have room for `request`; None when there is no way."""
+    model = cp_model.CpModel()
+    devices = snapshot.devices
+    nodes: dict[str, list[int]] = defaultdict(list)
+    for index, device in enumerate(devices):
+        nodes[device.node].append(index)
+    pinned = {each.name for each in snapshot.models if each.pinned}
+    island = -(-group_footprint(request, degree, 1, "cuda")[0].total // MIB)
+    load: dict[int, list[tuple[cp_model.IntVar, int]]] = defaultdict(list)
+    moved = []
+    for group in snapshot.placed:
+        stays = _shards(model, nodes, load, group.tensor_parallel, -(-group.bytes_per_rank[0] // MIB), devices, group.ranks)
+        if group.model in pinned:
+            model.add(stays == 1)
+        else:
+            moved.append(1 - stays)
+    _shards(model, nodes, load, degree, island, devices, ())
+    for index, device in enumerate(devices):
+        model.add(sum(shard * need for shard, need in load[index]) <= device.capacity_bytes // MIB)
+    model.minimize(sum(moved))
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = limit_s
+    solver.parameters.num_workers = workers
+    status = solver.solve(model)
+    if status == cp_model.INFEASIBLE:
+        return None
+    if status == cp_model.OPTIMAL:
+        return Exact(True, round(solver.objective_value))
+    return Exact(False, max(0, -int(-solver.best_objective_bound // 1)))
+
+
+def _shards(
+    model: cp_model.CpModel,
+    nodes: dict[str, list[int]],
+    load: dict[int, list[tuple[cp_model.IntVar, int]]],
+    degree: int,
+    need: int,
+    devices: tuple[Device, ...],
+    ranks: tuple[int, ...],
+) -> cp_model.IntVar:
+    """One group's shards, anywhere in one node. The result is 1 only if they are all on `ranks`."""
+    homes = []
+    stays = model.new_bool_var("")
+    for members in nodes.values():
+        home = model.new_bool_var("")
+        homes.append(home)
+        shards = {index: model.new_bool_var("") for index in members}
+        model.add(sum(shards.values()) == degree * home)
+        for index, shard in shards.items():
+            load[index].append((shard, need))
+            here = devices[index].rank in ranks
+            model.add_hint(shard, here)
+            if here:
+                model.add_implication(stays, shard)
+    model.add_exactly_one(homes)
+    model.add_hint(stays, True)
+    return stays
 
 
 def _break_symmetry(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 from placement.footprint import group_footprint
+from placement.packing import place
 from placement.types import Device, ModelRequest, ModelShape, Snapshot
 
 GIB = 2**30
@@ -73,3 +75,23 @@ def _nodes(draw: random.Random, gpus: int, *, mixed: bool) -> tuple[Device, ...]
 
 def _rank_bytes(gib: float, degree: int) -> int:
     return group_footprint(plain_model("m", gib), degree, 1, "cuda")[0].total
+
+
+def fragmented_site(seed: int) -> tuple[Snapshot, ModelRequest, int]:
+    """A site of 16-64 GPUs after models came and went, and a model that wants an island of 4 or 8 of them."""
+    draw = random.Random(seed)
+    nodes = draw.randint(2, 8)
+    devices = tuple(Device("p", node * 8 + index, f"n{node}", "cuda", 80 * GIB) for node in range(nodes) for index in range(8))
+    models = tuple(
+        plain_model(
+            f"m{index}", draw.choice((7, 14, 16, 30, 34, 60)), tensor_parallel=draw.choice((1, 1, 1, 2, 4)), pipeline_parallel=1
+        )
+        for index in range(nodes * 16)
+    )
+    placed = place(Snapshot(devices, models)).groups
+    names = {group.model for group in placed}
+    gone = set(draw.sample(sorted(names), int(len(names) * draw.uniform(0.15, 0.4))))
+    left = tuple(replace(model, pinned=draw.random() < 0.1) for model in models if model.name in names - gone)
+    groups = tuple(group for group in placed if group.model not in gone)
+    degree = draw.choice((4, 8))
+    return Snapshot(devices, left, groups), plain_model("wide", 55 * degree, tensor_parallel=degree, pipeline_parallel=1), degree
