@@ -25,8 +25,10 @@ from placement.types import Device, ModelRequest, PlacedGroup, Plan, Snapshot
 _SEARCH_STEPS = 4000  # moves tried for one device, about 20 ms
 
 
-def consolidate(snapshot: Snapshot, rounds: int = 12, steps: int = _SEARCH_STEPS) -> Plan:
-    """Pure and deterministic, as `place`."""
+def consolidate(snapshot: Snapshot, rounds: int | None = None, steps: int = _SEARCH_STEPS) -> Plan:
+    """Pure and deterministic, as `place`. By default more rounds for small sites, where one device is a large share."""
+    if rounds is None:
+        rounds = max(8, min(48, 6000 // (len(snapshot.devices) + len(snapshot.models) + 1)))
     before = Counter(snapshot.placed)
     best: tuple[tuple[int, int, int], tuple[PlacedGroup, ...], Plan] | None = None
     for round_ in range(-1 if snapshot.placed else 0, rounds):
