@@ -65,8 +65,15 @@ class RankFootprint:
 def group_footprint(
     request: ModelRequest, tensor_parallel: int, pipeline_parallel: int, device: str
 ) -> tuple[RankFootprint, ...]:
-    """One entry a pipeline stage (the shards of a stage are alike): ranks[stage * tensor_parallel + shard] has entry `stage`."""
+    """One entry a pipeline stage (the shards of a stage are alike): ranks[stage * tensor_parallel + shard] has entry `stage`.
+
+    What was measured at an earlier load of the same sort is taken as it is; keys and values are always computed.
+    """
     floors = kv_floor_bytes(request, tensor_parallel, pipeline_parallel)
+    wanted = (request.engine, request.precision, tensor_parallel, pipeline_parallel, device)
+    for seen in request.measured:
+        if (seen.engine, seen.precision, seen.tensor_parallel, seen.pipeline_parallel, seen.device) == wanted:
+            return tuple(RankFootprint(*parts) for parts in zip(seen.weights, floors, seen.workspace, strict=True))
     weights = [weight_bytes(request, tensor_parallel, pipeline_parallel, stage) for stage in range(pipeline_parallel)]
     return tuple(
         RankFootprint(

@@ -54,6 +54,20 @@ class ModelShape:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """What one load truly took, by pipeline stage (the largest shard's), keys and values apart. Replaces the estimate for the
+    same engine, precision, degrees and device."""
+
+    engine: str
+    precision: str  # as asked: may be auto
+    tensor_parallel: int
+    pipeline_parallel: int
+    device: str
+    weights: tuple[int, ...]
+    workspace: tuple[int, ...]  # with communication and graphs
+
+
+@dataclass(frozen=True)
 class ModelRequest:
     """One model to place."""
 
@@ -74,6 +88,7 @@ class ModelRequest:
     pools: tuple[str, ...] = ()
     priority: int = 0
     pinned: bool = False
+    measured: tuple[Measured, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from meta_models import TINY, meta_model, shape_of, tiny
 
 from placement.footprint import group_footprint, kv_bytes, weight_bytes
 from placement.split import VOCABULARY_ALIGNMENT, tensor_parallel_problem
-from placement.types import ModelRequest, ModelShape
+from placement.types import Measured, ModelRequest, ModelShape
 from workers.memory.kv_layout import block_bytes, stage_layers
 
 GIB = 2**30
@@ -169,3 +169,20 @@ def test_degrees_that_cut_through_a_head_are_refused_with_the_reason() -> None:
                                 num_key_value_heads=3, num_hidden_layers=2))  # fmt: skip
     assert [degree for degree in range(1, 10) if tensor_parallel_problem(shape, degree) is None] == [1, 3]
     assert tensor_parallel_problem(shape, 2) == "its 9 attention heads do not divide by 2"
+
+
+def test_what_was_measured_replaces_the_estimate_of_the_same_sort_only() -> None:
+    shape = shape_of(tiny("llama"))
+    seen = Measured("torch", "auto", 1, 2, "cpu", weights=(111, 222), workspace=(3, 4))
+    request = ModelRequest("m", shape, context=64, measured=(seen,))
+    stages = group_footprint(request, 1, 2, "cpu")
+    assert [(stage.weights, stage.workspace, stage.communication, stage.slack) for stage in stages] == [
+        (111, 3, 0, 0),
+        (222, 4, 0, 0),
+    ]
+    plain = dataclasses.replace(request, measured=())
+    assert [stage.kv_floor for stage in stages] == [stage.kv_floor for stage in group_footprint(plain, 1, 2, "cpu")]
+    for other in (dataclasses.replace(request, precision="fp32"), dataclasses.replace(request, engine="trtllm")):
+        assert group_footprint(other, 1, 2, "cpu")[0].weights != 111
+    assert group_footprint(request, 1, 1, "cpu") == group_footprint(plain, 1, 1, "cpu")
+    assert group_footprint(request, 1, 2, "cuda") == group_footprint(plain, 1, 2, "cuda")
