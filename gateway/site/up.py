@@ -103,6 +103,7 @@ class _Start:
         self._jobs = ThreadPoolExecutor(max_workers=4, thread_name_prefix="yard-up")
         self._state_lock = threading.Lock()
         self._is_connected = False
+        self._is_abandoned = False
         self._deadline = time.monotonic() + wait_s
         self._wait_s = wait_s
         listen = site.spec.listen
@@ -186,6 +187,8 @@ class _Start:
                 pool_mib=_pool_mib(self._site.pools()),
                 on_start=self._record("ray"),
             )
+            if self._is_abandoned:
+                raise YardError(ErrorCode.CANCELLED, "Ray was stopped while it started")
             self._change_state(ray_address=address)
             step.note = f"{address}, dashboard 127.0.0.1:{self.state.dashboard_port}"
 
@@ -202,6 +205,7 @@ class _Start:
 
     def abandon(self) -> None:
         """Ends everything this start began. A thread that was just starting a server sees it end, and is waited for."""
+        self._is_abandoned = True
         if self._is_connected:
             from gateway.site import deployment
 
