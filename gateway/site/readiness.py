@@ -25,18 +25,43 @@ class Line:
 @dataclass(frozen=True, slots=True)
 class Readiness:
     lines: tuple[Line, ...]
-    failures: tuple[str, ...]  # may still heal; the caller decides how long to wait for that
+    failures: Mapping[str, str]  # model -> why; may still heal, see FailureWatch
 
     @property
     def is_ready(self) -> bool:
         return not self.failures and all(line.is_done for line in self.lines)
+
+    @property
+    def missing(self) -> str:
+        """What is not there yet, in one line."""
+        return "; ".join(f"{line.subject}: {line.note}" for line in self.lines if not line.is_done)
+
+
+class FailureWatch:
+    """Tells failures that last from those that heal: a driver tries a failed model again after a growing while."""
+
+    def __init__(self, grace_s: float, attempts: int = 2) -> None:
+        self._grace_s, self._attempts = grace_s, attempts
+        self._since_s: dict[str, float] = {}
+        self._reasons: dict[str, set[str]] = {}
+
+    def final(self, failures: Mapping[str, str], now_s: float) -> list[str]:
+        """Failures of models that failed for `grace_s` on end, or that often in different attempts."""
+        self._since_s = {model: self._since_s.get(model, now_s) for model in failures}
+        for model, reason in failures.items():
+            self._reasons.setdefault(model, set()).add(reason)
+        return [
+            reason
+            for model, reason in failures.items()
+            if now_s - self._since_s[model] >= self._grace_s or len(self._reasons[model]) >= self._attempts
+        ]
 
 
 def judge(status: SiteStatus, pools: Mapping[str, PoolSpec], replicas: Mapping[str, int]) -> Readiness:
     """`pools` and `replicas` (model -> worker groups): what must be there for the site to be up."""
     records = {record.pool: record for record in status.pools}
     lines: list[Line] = []
-    failures: list[str] = []
+    failures: dict[str, str] = {}
     for name, spec in pools.items():
         lines.append(_pool_line(name, spec.devices, records.get(name)))
     generations = {item.name: item.generation for item in status.models}
@@ -49,11 +74,13 @@ def judge(status: SiteStatus, pools: Mapping[str, PoolSpec], replicas: Mapping[s
             if group.model == model and group.generation >= generations.get(model, 0)
         ]
         lines.append(_model_line(model, wanted, groups))
-        failures += [f"model {model}: {group.reason or 'failed without a reason'}" for group in groups if group.state == "failed"]
+        for group in groups:
+            if group.state == "failed":
+                failures[model] = f"model {model}: {group.reason or 'failed without a reason'}"
         ready = sum(group.state == "ready" for group in groups)
         if model in unplaced and ready < wanted and all(line.is_done for line in lines[: len(pools)]):
-            failures.append(f"model {model} has no place: {'; '.join(unplaced[model])}")
-    return Readiness(tuple(lines), tuple(dict.fromkeys(failures)))
+            failures[model] = f"model {model} has no place: {'; '.join(unplaced[model])}"
+    return Readiness(tuple(lines), failures)
 
 
 def _pool_line(name: str, devices: int, record: PoolRecord | None) -> Line:

@@ -30,7 +30,7 @@ from gateway.site.home import Home
 from gateway.site.processes import Mark, is_alive, mark
 from gateway.site.site_files import SiteFiles
 
-# A model that failed is given this long to heal (its driver tries again) before the whole start counts as failed.
+# A model that stays failed for so long, or fails a second time, fails the whole start.
 _FAILURE_GRACE_S = 5.0
 _POLL_S = 0.25
 _SERVE_POLL_S = 2.0
@@ -254,21 +254,20 @@ class _Start:
     def _wait_for_models(self, client: SiteClient) -> None:
         from gateway.site import deployment
 
-        failed_since: float | None = None
+        watch = readiness.FailureWatch(_FAILURE_GRACE_S)
         looked_s = time.monotonic()
         while True:
             judged = readiness.judge(client.status(), self._site.pools(), self._site.replicas())
             show(self._board, judged)
             if judged.is_ready:
                 return
-            now = time.monotonic()
-            failed_since = (failed_since or now) if judged.failures else None
-            if failed_since is not None and now - failed_since >= _FAILURE_GRACE_S:
-                raise YardError(ErrorCode.INTERNAL, "\n".join(judged.failures))
-            if now - looked_s > _SERVE_POLL_S:
+            now_s = time.monotonic()
+            if final := watch.final(judged.failures, now_s):
+                raise YardError(ErrorCode.INTERNAL, "\n".join(final))
+            if now_s - looked_s > _SERVE_POLL_S:
                 deployment.check()
-                looked_s = now
-            self._check_deadline("; ".join(f"{line.subject}: {line.note}" for line in judged.lines if not line.is_done))
+                looked_s = now_s
+            self._check_deadline(judged.missing)
             time.sleep(_POLL_S)
 
     def _check_deadline(self, what: str) -> None:
@@ -318,7 +317,7 @@ def _verify(home: Home, found: state.SiteState, site: SiteFiles, board: Board, w
         while not (judged := readiness.judge(client.status(), site.pools(), site.replicas())).is_ready:
             show(board, judged)
             if time.monotonic() > deadline:
-                raise YardError(ErrorCode.UNAVAILABLE, "the site runs but does not serve all: " + "; ".join(judged.failures))
+                raise YardError(ErrorCode.UNAVAILABLE, f"the site runs but does not serve all: {judged.missing}")
             time.sleep(_POLL_S)
         show(board, judged)
         return Up(found, ask_canary(client, site.default_route, board), was_running=True, kept=())

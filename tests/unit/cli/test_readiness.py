@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway.api.config import PoolSpec
 from gateway.api.records import ControllerRecord, DesiredObject, GroupRecord, PoolRecord, RankRecord, RouteStatus, SiteStatus
 from gateway.cli.summary import summarize
-from gateway.site.readiness import judge
+from gateway.site.readiness import FailureWatch, judge
 
 POOLS = {"local": PoolSpec(devices=2, memory=1 << 30)}
 
@@ -61,15 +61,35 @@ def test_a_group_of_an_older_generation_does_not_count():
 
 def test_a_failed_group_gives_its_reason():
     judged = judge(status(group("failed", reason="canary answered 'Rome'")), POOLS, {"m": 1})
-    assert judged.failures == ("model m: canary answered 'Rome'",)
+    assert judged.failures == {"m": "model m: canary answered 'Rome'"}
 
 
 def test_a_model_without_a_place_is_a_failure_only_once_the_ranks_are_there():
     unplaced = {"m": ("pool local rank 0: needs 9 GiB, 3 GiB free",)}
-    assert judge(status(ranks=1, unplaced=unplaced), POOLS, {"m": 1}).failures == ()
-    assert judge(status(unplaced=unplaced), POOLS, {"m": 1}).failures == (
-        "model m has no place: pool local rank 0: needs 9 GiB, 3 GiB free",
-    )
+    assert judge(status(ranks=1, unplaced=unplaced), POOLS, {"m": 1}).failures == {}
+    judged = judge(status(unplaced=unplaced), POOLS, {"m": 1})
+    assert judged.failures == {"m": "model m has no place: pool local rank 0: needs 9 GiB, 3 GiB free"}
+
+
+def test_a_failure_is_final_when_it_lasts():
+    watch = FailureWatch(grace_s=5.0)
+    assert watch.final({"m": "lost a rank"}, 10.0) == []
+    assert watch.final({"m": "lost a rank"}, 14.9) == []
+    assert watch.final({"m": "lost a rank"}, 15.0) == ["lost a rank"]
+
+
+def test_a_failure_that_healed_counts_from_anew():
+    watch = FailureWatch(grace_s=5.0)
+    watch.final({"m": "lost a rank"}, 10.0)
+    watch.final({}, 12.0)
+    assert watch.final({"m": "lost a rank"}, 16.0) == []
+
+
+def test_a_failure_is_final_when_a_second_attempt_fails():
+    watch = FailureWatch(grace_s=5.0)
+    assert watch.final({"m": "no (attempt 1)", "n": "no (attempt 1)"}, 10.0) == []
+    watch.final({}, 10.5)
+    assert watch.final({"m": "no (attempt 2)", "n": "no (attempt 1)"}, 11.0) == ["no (attempt 2)"]
 
 
 def test_a_model_with_no_replicas_wanted_is_up_at_once():
