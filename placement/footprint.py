@@ -25,7 +25,7 @@ _GRAPH_BYTES = {"cuda": 192 * MIB, "cpu": 0}  # decode graphs share one memory p
 # What a load takes beyond the sums: every region is rounded up to whole pages, and engines keep tables and padding beside
 # the matrices. Nothing is left of it once a load has been measured.
 PAGE_BYTES = 2 * MIB
-_SLACK_BYTES = 12 * PAGE_BYTES
+_SLACK_BYTES = 20 * PAGE_BYTES
 _SLACK_SHARE = 0.03
 
 
@@ -75,14 +75,19 @@ def group_footprint(
         if (seen.engine, seen.precision, seen.tensor_parallel, seen.pipeline_parallel, seen.device) == wanted:
             return tuple(RankFootprint(*parts) for parts in zip(seen.weights, floors, seen.workspace, strict=True))
     weights = [weight_bytes(request, tensor_parallel, pipeline_parallel, stage) for stage in range(pipeline_parallel)]
+    # The same on every stage: whichever computes the logits, the others hold its messages.
+    workspace = max(
+        workspace_bytes(request, tensor_parallel, last=stage == pipeline_parallel - 1) for stage in range(pipeline_parallel)
+    )
+    graphs = _GRAPH_BYTES[device]
     return tuple(
         RankFootprint(
             weights=weights[stage],
             kv_floor=floors[stage],
-            workspace=workspace_bytes(request, tensor_parallel, last=stage == pipeline_parallel - 1),
+            workspace=workspace,
             communication=_COMMUNICATION_BYTES[device] if tensor_parallel * pipeline_parallel > 1 else 0,
-            graphs=_GRAPH_BYTES[device],
-            slack=int(weights[stage] * _SLACK_SHARE) + _SLACK_BYTES,
+            graphs=graphs,
+            slack=int((weights[stage] + workspace + graphs) * _SLACK_SHARE) + _SLACK_BYTES,
         )
         for stage in range(pipeline_parallel)
     )
