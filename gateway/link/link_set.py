@@ -26,6 +26,7 @@ class LinkSet:
         self._links: dict[str, PoolLink] = {}
         self._retired: list[PoolLink] = []
         self._changed: asyncio.Future[None] | None = None
+        self._held_at: dict[str, float] = {}  # model -> when a pool last held it
 
     def reconcile(self, records: Mapping[str, PoolRecord]) -> None:
         for pool in [pool for pool in self._links if pool not in records]:
@@ -39,6 +40,8 @@ class LinkSet:
                 self._links[pool] = PoolLink(record, gateway=self._gateway, secret=self._secret, on_change=self._announce)
             else:
                 link.update(record)
+        now = asyncio.get_running_loop().time()
+        self._held_at |= {model: now for link in self._links.values() for model in link.held_models}
         self._retired = [link for link in self._retired if not link.closed]
         self._announce()
 
@@ -46,6 +49,10 @@ class LinkSet:
         """Links to the pools that can take a request for the model: those with a ready group, else those with a parked one."""
         links = [link for link in self._links.values() if link.ready_groups(model)]
         return links or [link for link in self._links.values() if link.groups(model, "parked")]
+
+    def held_lately(self, model: str, within_s: float) -> bool:
+        """Whether a pool held it so short a time ago that its driver may only be restarting."""
+        return asyncio.get_running_loop().time() - self._held_at.get(model, float("-inf")) < within_s
 
     @property
     def in_flight(self) -> int:

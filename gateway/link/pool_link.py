@@ -78,6 +78,11 @@ class PoolLink:
     def ready_groups(self, model: str) -> int:
         return self.groups(model, "ready")
 
+    @property
+    def held_models(self) -> list[str]:
+        """Those with a group that is ready or parked."""
+        return [model for model, states in self._states.items() if states["ready"] or states["parked"]]
+
     def outstanding_tokens(self, model: str) -> int:
         return self._reported.get(model, 0) + self._sent.get(model, 0)
 

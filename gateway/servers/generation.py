@@ -16,10 +16,9 @@ from gateway.servers.generation_path import RETRY_AFTER_S, GenerationPath
 from gateway.servers.request import UINT64, GenerationRequest, answer_budget, check, check_ids, check_length, resolved_sampling
 from gateway.text.model_text import ModelText
 
-# How long a request waits for the link to a pool whose heartbeat says that it holds the model, and how long for a second
-# replica after its first was lost. Then UNAVAILABLE.
-LINK_WAIT_S = 5.0
-RETRY_WAIT_S = 10.0
+# How long a request waits for a pool that holds the model but cannot be reached, or that held it until so long ago: a
+# restarted driver adopts its ranks in seconds. Then UNAVAILABLE.
+REPLICA_WAIT_S = 10.0
 
 
 @dataclass(slots=True)
@@ -81,7 +80,7 @@ class Generation:
             check(self.request)
             async with asyncio.timeout_at(self.request.deadline):
                 await self._aim(self._path.resolve(self.request.model))
-                await self._launch(None, LINK_WAIT_S)
+                await self._launch(None)
         except TimeoutError as error:
             self.close()
             raise self._deadline_error() from error
@@ -133,10 +132,10 @@ class Generation:
             submit.sampling.seed = (sampling.seed + index) % UINT64
             self._submits.append(submit)
 
-    async def _launch(self, avoid: PoolLink | None, patience_s: float) -> None:
+    async def _launch(self, avoid: PoolLink | None) -> None:
         """Sends the sequences to a pool that has the model, for which it may wait; at first not to the one that just failed."""
         links, model = self._path.links, self.model
-        give_up = self._loop.time() + patience_s
+        give_up = self._loop.time() + REPLICA_WAIT_S
         while True:
             self._check_running()
             holding = links.holding(model)
@@ -145,7 +144,7 @@ class Generation:
                 self._submit(link)
                 return
             left_s = give_up - self._loop.time()
-            if not holding and (left_s <= 0 or not self._retried):
+            if not holding and (left_s <= 0 or not links.held_lately(model, REPLICA_WAIT_S)):
                 raise self._path.why_unavailable(model)
             if left_s <= 0:
                 raise unavailable(f"model `{model}`: {holding[0].reason}", RETRY_AFTER_S)
@@ -242,7 +241,7 @@ class Generation:
             async with asyncio.timeout_at(self.request.deadline):
                 if not elsewhere:
                     await self._follow_route()
-                await self._launch(link, RETRY_WAIT_S)
+                await self._launch(link)
         except TimeoutError as late:
             self.close()
             raise self._deadline_error() from late

@@ -57,7 +57,9 @@ class GenerationPath:
         groups = self.view.groups(model)
         if not groups:
             return unavailable(
-                f"model `{model}` is not in any pool yet; `yard describe model {model}` says why", retry_after_s=RETRY_AFTER_S
+                f"model `{model}` is in no pool now: it was not placed yet, or its pool's driver is down; "
+                f"`yard describe model {model}` says why",
+                RETRY_AFTER_S,
             )
         states = ", ".join(
             f"{group.state} in pool `{pool}`"

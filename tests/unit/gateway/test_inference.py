@@ -252,11 +252,13 @@ async def test_unknown_model(lone: LoneGateway) -> None:
     assert "there are m" in error.details()
 
 
-async def test_a_model_that_is_loading(lone: LoneGateway, pool: ScriptedPool) -> None:
-    lone.observe(pool, state="loading")
-    error = await refused(lone.inference.Generate(request(), timeout=10))
+async def test_a_model_that_is_loading(lone: LoneGateway) -> None:
+    lone.texts["n"] = lone.texts["m"]
+    lone.put("Model", "n", {"source": "file:x"})
+    lone.observe(ScriptedPool("b", ["n"]), state="loading")
+    error = await refused(lone.inference.Generate(request(model="n"), timeout=10))
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "loading in pool `a`" in error.details()
+    assert "loading in pool `b`" in error.details()
     assert int(trailing(error)["retry-after-ms"]) > 0
 
 
@@ -361,6 +363,29 @@ async def test_the_same_replica_when_it_is_back(lone: LoneGateway, pool: Scripte
     pool.drop_links()
     (await pool.next()).end("length", tokens=ids_of(byte_level, "yes"))
     assert (await answer).choices[0].text == "yes"
+
+
+async def test_a_driver_that_restarts(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
+    """Its heartbeat expires on the way. Requests that come meanwhile wait for it, for a bounded time."""
+    await pool.stop()
+    lone.forget(pool)
+    answer = asyncio.ensure_future(lone.inference.Generate(request(), timeout=20))
+    done, _ = await asyncio.wait([answer], timeout=0.3)
+    assert not done
+    await pool.start()
+    lone.observe(pool, state="loading")
+    lone.observe(pool)
+    (await pool.next()).end("length", tokens=ids_of(byte_level, "yes"))
+    assert (await answer).choices[0].text == "yes"
+
+
+async def test_a_model_that_no_pool_held_lately_is_refused_at_once(lone: LoneGateway) -> None:
+    lone.texts["n"] = lone.texts["m"]
+    lone.put("Model", "n", {"source": "file:x"})
+    async with asyncio.timeout(2):
+        error = await refused(lone.inference.Generate(request(model="n")))
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    assert "in no pool now" in error.details()
 
 
 async def test_only_one_retry(lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool) -> None:
