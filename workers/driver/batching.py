@@ -41,6 +41,7 @@ class Batcher:
         self.stages = stages
         self.waiting: list[Sequence] = []  # in order
         self.running: list[Sequence] = []  # in order
+        self.leaving: set[Sequence] = set()  # ended, and still in a step that is being computed
         self.released: list[int] = []  # sequences that the ranks must forget
         self.short_blocks = 0  # blocks that the last plan lacked
         self.preemptions = 0
@@ -63,7 +64,9 @@ class Batcher:
             self.waiting.remove(sequence)
         elif sequence in self.running:
             self.running.remove(sequence)
-            if not sequence.in_flight:
+            if sequence.in_flight:
+                self.leaving.add(sequence)
+            else:
                 self._release(sequence)
 
     def plan(self) -> StepPlan | None:
@@ -108,6 +111,7 @@ class Batcher:
         for step, sequence in zip(plan.sequences, plan.members, strict=True):
             sequence.in_flight = 0
             if sequence.ended:
+                self.leaving.discard(sequence)
                 self._release(sequence)
                 continue
             sequence.computed += len(step.tokens)
@@ -126,14 +130,12 @@ class Batcher:
     def check(self) -> None:
         """AssertionError when blocks and sequences disagree."""
         self.blocks.check()
-        held: dict[int, int] = {}
-        for sequence in self.running:
-            for block in sequence.blocks:
-                held[block] = held.get(block, 0) + 1
+        held: set[int] = set()
+        for sequence in (*self.running, *self.leaving):
+            held.update(sequence.blocks)
             assert len(sequence.blocks) * self.block_tokens >= sequence.computed, "computed tokens without a block"
         assert all(not sequence.blocks for sequence in self.waiting), "a waiting sequence holds blocks"
-        if not any(sequence.in_flight for sequence in self.running):
-            assert self.blocks.used == len(held), f"{self.blocks.used} blocks used, {len(held)} held by sequences"
+        assert self.blocks.used == len(held), f"{self.blocks.used} blocks used, {len(held)} held by sequences"
 
     # ------------------------------------------------------------------ parts of the plan
 

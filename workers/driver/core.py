@@ -172,6 +172,7 @@ class PoolCore:
         if self._stepper.stalled_s(now) > STALLED_S:
             self.on_ranks_lost(now, f"requests in flight and no step for {STALLED_S:.0f} s")
             return
+        self._kv.give_back_idle(now)
         self._settle(now)
 
     # ------------------------------------------------------------------ inside
@@ -183,8 +184,9 @@ class PoolCore:
     def _settle(self, now: float) -> None:
         self._now = now
         self._lifecycle.reconcile(now)
+        self._kv.give_back()
         self._stepper.pump(now)
-        self._kv.balance(now)
+        self._kv.grow(now)
 
     def _on_canary_end(self, group: Group, sequence: Sequence, ended: Ended) -> None:
         self._lifecycle.on_canary_end(self._now, group, sequence, ended)

@@ -24,14 +24,22 @@ class ElasticKv:
         self._state = state
         self._effects = effects
 
-    def balance(self, now: float) -> None:
-        """One look at every group; at most one operation begins in each."""
-        for group in self._state.groups.values():
-            if group.batcher is None or group.op is not None or group.state not in ("checking", "ready", "draining"):
-                continue
+    def give_back(self) -> None:
+        """Before steps are sent, while what is called back is not in use again."""
+        for group in self._free():
             if group.reclaim_to is not None:
                 self._give_back(group)
-            elif not self._grow_if_short(now, group):
+
+    def grow(self, now: float) -> None:
+        """After steps were planned, when it is known what they lacked."""
+        for group in self._free():
+            if group.reclaim_to is None:
+                self._grow_if_short(now, group)
+
+    def give_back_idle(self, now: float) -> None:
+        """Now and then."""
+        for group in self._free():
+            if group.reclaim_to is None:
                 self._give_back_if_idle(now, group)
 
     def reclaim_for_load(self, shortages: Iterable[Shortage]) -> bool:
@@ -69,18 +77,18 @@ class ElasticKv:
 
     # ------------------------------------------------------------------ growing
 
-    def _grow_if_short(self, now: float, group: Group) -> bool:
+    def _grow_if_short(self, now: float, group: Group) -> None:
         assert group.sizing is not None
         assert group.batcher is not None
         batcher = group.batcher
         short = batcher.short_blocks
         low = batcher.blocks.available < min(len(batcher.running), batcher.concurrency) and batcher.busy
         if not (short or low) or group.kv_blocks >= group.sizing.ceiling_blocks:
-            return False
+            return
         if group.grow_denied_at is not None and now - group.grow_denied_at < DENIED_PAUSE_S:
-            return False
+            return
         if any(other.reclaiming and set(other.ranks) & set(group.ranks) for other in self._state.groups.values()):
-            return False
+            return  # a load goes first
         shortages: tuple[Shortage, ...] = ()
         for more in (max(short, group.sizing.chunk_blocks), max(short, 1)):
             blocks = min(group.kv_blocks + more, group.sizing.ceiling_blocks)
@@ -91,10 +99,9 @@ class ElasticKv:
                 continue
             group.grow_denied_at = None
             self._send(group, blocks)
-            return True
+            return
         group.grow_denied_at = now
         self._ask_donors(group, shortages)
-        return False
 
     def _ask_donors(self, group: Group, shortages: Iterable[Shortage]) -> None:
         """First what nobody uses; then, between groups that all want more, from who has more above its floor."""
@@ -141,6 +148,14 @@ class ElasticKv:
             group.idle_since = None
             group.reclaim_to = needed
             self._give_back(group)
+
+    def _free(self) -> list[Group]:
+        """Loaded groups whose memory is not changing; one operation a group at a time."""
+        return [
+            group
+            for group in self._state.groups.values()
+            if group.batcher is not None and group.op is None and group.state in ("checking", "ready", "draining")
+        ]
 
     def _donors(self) -> list[Group]:
         return [

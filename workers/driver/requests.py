@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.api.errors import ErrorCode
+from gateway.api.errors import ErrorCode, invalid
 from workers.driver.effects import OWN_LINK, Effects, Ended, RequestKey
 from workers.driver.group import Group
 from workers.driver.pool_state import Held, PoolState
@@ -34,6 +34,8 @@ class Requests:
            shorter than the estimate (rule 6).
         5. A model that failed or drains: UNAVAILABLE with the reason.
         """
+        if request.key in self._state.sequences:
+            raise invalid(f"request id {request.key[1]} is in use in this stream", field="id")
         arrival = self._next_arrival()
         # 0.
         if self._state.closing:

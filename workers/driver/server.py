@@ -63,6 +63,8 @@ class PoolLinkService(pool_pb2_grpc.PoolLinkServicer):
             while (frame := await outbox.next_frame()) is not None:
                 yield frame
             await reading
+        except YardError as error:
+            await context.abort(error.grpc_status, error.message)
         finally:
             reading.cancel()
             self._loop.close_link(link)

@@ -233,6 +233,7 @@ def test_a_pipeline_group_keeps_one_step_a_stage_in_flight_of_disjoint_sequences
         world.turn()
     world.run()
     assert most == 2
+    assert max(len(step.sequences) for step in world.steps()) == 2, "a step takes its share, so that the other stage has one too"
     for seed, key in enumerate(keys):
         assert world.texts[key] == expected_text(prompt(5, seed), 30)
 

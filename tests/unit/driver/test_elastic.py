@@ -99,6 +99,7 @@ def test_a_load_takes_back_kv_above_the_floors_even_from_the_busy() -> None:
     world.assign(wanted("a", limits=LIMITS), wanted("b", limits=LIMITS))
     while world.states("b") != ["ready"]:
         assert world.turn()
+    assert not any(key in world.ends for key in keys), "it waited for the others to end"
     world.run()
     assert [world.texts[key] for key in keys] == [expected_text(prompt(60, seed), 190) for seed in range(8)]
 

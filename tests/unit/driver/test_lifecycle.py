@@ -6,7 +6,7 @@ from pool_world import MIB, World, expected_text, spec, wanted
 from gateway.api.config import CanarySpec, KvSpec, LimitsSpec
 from gateway.api.errors import ErrorCode, YardError
 from workers.driver.group import MAX_ATTEMPTS, load_key
-from workers.messages import LoadShard, Step, UnloadShard
+from workers.messages import GrowKv, LoadShard, Step, UnloadShard
 
 
 def commands(world: World, kind: type) -> list[object]:
@@ -382,3 +382,40 @@ def test_a_driver_that_stops_finishes_what_runs_and_takes_nothing_new() -> None:
     assert world.error(late) == ErrorCode.UNAVAILABLE
     world.run()
     assert world.texts[running] == expected_text((1, 2), 5)
+
+
+def test_lifecycle_operations_of_one_model_are_serial() -> None:
+    """Rule 5."""
+    world = World(ranks=3)
+    world.assign(wanted(ranks=(0,)), wanted(ranks=(1,)), wanted("b", ranks=(2,)))
+    while world.pending:
+        world.pending.popleft()()
+    assert sorted(world.states("m")) == ["loading", "waiting"]
+    assert world.states("b") == ["loading"], "another model loads meanwhile, on another rank"
+    world.run()
+    assert [*world.states("m"), *world.states("b")] == ["ready"] * 3
+
+
+def test_a_group_that_fails_while_its_kv_changes_is_unloaded_once() -> None:
+    before = World(capacity_mib=160).ready(wanted("a"))
+    held = before.ranks[0].held(before.group("a").id)
+    after = World(capacity_mib=160, up=False)
+    after.ranks = before.ranks
+    after.ranks[0].blocks[held.group_id] = 90
+    after.ranks[0].tables.clear()
+    after.canary_problem["a"] = "wrong"
+    after.core.on_ranks_up(after.now, {0: (after.ranks[0].held(held.group_id),)})
+    after.assign(wanted("a"))
+    while not after.canary_answers:
+        after.turn()
+    after.assign(wanted("a"), wanted("b"))
+    after.pending.rotate(1)  # what is known of b comes before the judgement of a
+    after.pending.popleft()()
+    assert after.states("a") == ["checking"]
+    assert any(isinstance(command, GrowKv) for command in after.inboxes[0]), "memory is being called back for b"
+    while after.pending:
+        after.pending.popleft()()
+    assert after.states("a") == ["failed"]
+    after.run()
+    assert len(commands(after, UnloadShard)) == 1
+    assert after.states("b") == ["ready"]
