@@ -147,24 +147,26 @@ class PoolLink:
         pause_s = FIRST_BACKOFF_S
         try:
             while not self.retired:
-                was_up = await self._connect_once()
+                began = asyncio.get_running_loop().time()
+                await self._connect_once()
                 if self.retired:
                     return
-                pause_s = FIRST_BACKOFF_S if was_up else min(LONGEST_BACKOFF_S, pause_s * 2)
+                # A stream that broke at once, as with a wrong secret, is no reason to hurry.
+                lasted_s = asyncio.get_running_loop().time() - began
+                pause_s = FIRST_BACKOFF_S if lasted_s > LONGEST_BACKOFF_S else min(LONGEST_BACKOFF_S, pause_s * 2)
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
         finally:
             self._lose(self.reason)
 
-    async def _connect_once(self) -> bool:
-        """Serves one stream until it ends. Returns whether it was ever up."""
+    async def _connect_once(self) -> None:
+        """Serves one stream until it ends."""
         metadata = ((SECRET_METADATA_KEY, self._secret),)
         async with grpc.aio.insecure_channel(self.endpoint, options=CLIENT_OPTIONS) as channel:
             call: LinkCall = PoolLinkStub(channel).Link(metadata=metadata)
             writer: asyncio.Task[None] | None = None
-            was_up = False
             try:
                 await call.write(UpFrame(gateway=self._gateway))
-                self.up = was_up = True
+                self.up = True
                 self._outbox = UpFrame()
                 self._outbox_ready.clear()
                 log.info("link to pool %s at %s is up", self.pool, self.endpoint)
@@ -179,7 +181,6 @@ class PoolLink:
                     writer.cancel()
                     await asyncio.gather(writer, return_exceptions=True)
                 call.cancel()
-        return was_up
 
     async def _read(self, call: LinkCall) -> None:
         flights = self._flights

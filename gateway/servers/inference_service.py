@@ -10,7 +10,7 @@ from typing import NoReturn, TypeVar
 
 import grpc
 
-from gateway.api.errors import ErrorCode, YardError, invalid
+from gateway.api.errors import ErrorCode, YardError
 from gateway.api.proto.inference_pb2 import (
     ChatRequest,
     Choice,
@@ -38,11 +38,10 @@ from gateway.servers.generation import Generation
 from gateway.servers.generation_path import GenerationPath
 from gateway.servers.grpc_errors import abort
 from gateway.servers.metrics import GatewayMetrics, RequestMeter
-from gateway.servers.request import GenerationRequest, Sampling, check_ids
+from gateway.servers.request import GenerationRequest, Sampling, check_ids, check_messages
 
 log = logging.getLogger(__name__)
 
-MAX_REQUEST_ID_CHARACTERS = 256
 T = TypeVar("T")
 
 _FINISH = {
@@ -130,7 +129,9 @@ class InferenceService(InferenceServicer):
             resolved = self._path.resolve(request.model)
             text = await self._path.text(resolved)
             if request.messages:
-                rendered = text.render_chat(_messages(request.messages))
+                messages = _messages(request.messages)
+                check_messages(messages)
+                rendered = text.render_chat(messages)
                 ids = await text.encode(rendered, add_special_tokens=False)
             else:
                 ids = await text.encode(request.text, add_special_tokens=request.add_special_tokens)
@@ -226,7 +227,7 @@ def _request(request: GenerateRequest | ChatRequest, context: Context) -> Genera
     sampling = request.sampling
     result = GenerationRequest(
         model=request.model,
-        request_id=request.request_id[:MAX_REQUEST_ID_CHARACTERS] or uuid.uuid4().hex,
+        request_id=request.request_id or uuid.uuid4().hex,
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
         sampling=Sampling(**{name: getattr(sampling, name) for name in _SAMPLING_FIELDS if sampling.HasField(name)}),
         stop=tuple(request.stop),
@@ -255,8 +256,6 @@ def _metadata(context: Context, name: str) -> str:
 
 
 def _messages(messages: Iterable[Message]) -> list[dict[str, str]]:
-    if any(not message.role for message in messages):
-        raise invalid("a message has no role: use system, user, assistant or tool", "messages.role")
     return [{"role": message.role, "content": message.content} for message in messages]
 
 

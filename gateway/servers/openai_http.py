@@ -35,7 +35,6 @@ from gateway.state.snapshot import ObjectKey
 log = logging.getLogger(__name__)
 
 TIMEOUT_HEADER = "x-modelyard-timeout-ms"
-MAX_REQUEST_ID_CHARACTERS = 256
 Parse = Callable[[dict[str, Any], str, float | None, str], ApiRequest]
 
 
@@ -113,7 +112,7 @@ class GenerationEndpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = Headers(scope=scope)
-        request_id = headers.get("x-request-id", "")[:MAX_REQUEST_ID_CHARACTERS] or uuid.uuid4().hex
+        request_id = headers.get("x-request-id") or uuid.uuid4().hex
         reply = Reply(send, request_id, self._path)
         try:
             body = parse_body(await _read_body(receive))

@@ -15,6 +15,7 @@ MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_LOGPROBS = 20
+MAX_REQUEST_ID_CHARACTERS = 256
 UINT64 = 2**64
 
 
@@ -79,8 +80,12 @@ def check(request: GenerationRequest) -> None:
         raise invalid("model is empty: name a route or a model", "model")
     if request.prompt is None and request.prompt_ids is None and request.messages is None:
         raise invalid("there is no prompt: send text or token ids", request.named("prompt"))
-    if request.messages is not None and not request.messages:
-        raise invalid("messages is empty: send at least one", request.named("messages"))
+    if request.messages is not None:
+        check_messages(request.messages)
+    if len(request.request_id) > MAX_REQUEST_ID_CHARACTERS or not (
+        request.request_id.isascii() and request.request_id.isprintable()
+    ):
+        raise invalid(f"request_id must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters", "request_id")
     _check_counts(request)
     for name, lowest, highest, inclusive in _RANGES:
         value = getattr(request.sampling, name)
@@ -90,6 +95,13 @@ def check(request: GenerationRequest) -> None:
             raise invalid(
                 f"{request.named(name)} is {value:g}; it must be {_interval(lowest, highest, inclusive)}", request.named(name)
             )
+
+
+def check_messages(messages: Sequence[dict[str, Any]]) -> None:
+    if not messages:
+        raise invalid("messages is empty: send at least one", "messages")
+    if not all(message.get("role") for message in messages):
+        raise invalid("a message has no role: use system, user, assistant or tool", "messages.role")
 
 
 def _check_counts(request: GenerationRequest) -> None:

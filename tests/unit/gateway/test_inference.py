@@ -223,6 +223,8 @@ async def test_list_models(lone: LoneGateway) -> None:
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 255}, "max_tokens"),
         ({"n": 17}, "n"),
+        ({"request_id": "two\nlines"}, "request_id"),
+        ({"request_id": "x" * 257}, "request_id"),
         ({"logprobs": 21}, "logprobs"),
         ({"stop": ["x"] * 17}, "stop"),
         ({"stop": [""]}, "stop"),
@@ -244,6 +246,13 @@ async def test_bad_requests_name_the_field(lone: LoneGateway, pool: ScriptedPool
     assert trailing(error)["modelyard-field"] == field
     assert error.details()
     assert pool.idle()
+
+
+async def test_bad_conversations(lone: LoneGateway) -> None:
+    for messages, field in (([], "messages"), ([pb.Message(content="x")], "messages.role")):
+        error = await refused(lone.inference.Chat(pb.ChatRequest(model="m", messages=messages), timeout=10))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert trailing(error)["modelyard-field"] == field
 
 
 async def test_unknown_model(lone: LoneGateway) -> None:
