@@ -76,11 +76,11 @@ class Batcher:
         share = -(-min(len(self.running) + len(self.waiting), self.concurrency) // self.stages)
         budget = self.batch_tokens
         chosen: dict[Sequence, int] = {}
-        # 1. Decodes
+        # 1. Decodes. Who was preempted for an earlier one has no blocks any more.
         for sequence in [sequence for sequence in idle if sequence.uncomputed == 1]:
             if budget == 0 or len(chosen) == share:
                 break
-            if sequence in self.running and self._make_room(sequence, 1, chosen):
+            if sequence.blocks and self._make_room(sequence, 1, chosen):
                 chosen[sequence] = 1
                 budget -= 1
         # 2. Prefill under way
@@ -88,7 +88,7 @@ class Batcher:
             if budget == 0 or len(chosen) == share:
                 break
             count = min(sequence.uncomputed, budget)
-            if sequence in self.running and self._make_room(sequence, count, chosen):
+            if sequence.blocks and self._make_room(sequence, count, chosen):
                 chosen[sequence] = count
                 budget -= count
         # 3. Admission
