@@ -107,18 +107,27 @@ def _is_free(host: str, port: int) -> bool:
 
 
 def _check_listeners(host: str, port: int, siblings: set[int]) -> None:
+    holders = _listeners(host, port)
+    foreign = [pid for pid in holders if pid not in siblings]
+    if foreign or not holders:
+        raise taken(host, port, f"it is used by {_process(foreign[0] if foreign else None)}")
+
+
+def _listeners(host: str, port: int) -> list[int | None]:
+    """The processes that listen there; None for one that cannot be seen from here."""
+    pids = []
     for connection in psutil.net_connections(kind="tcp"):
-        if connection.status != psutil.CONN_LISTEN or connection.pid in siblings:
-            continue
-        address, taken_port = tuple(connection.laddr)
-        if taken_port != port or (address != host and not {address, host} & _ALL_ADDRESSES):
-            continue
-        raise taken(host, port, f"it is used by {_process(connection.pid)}")
+        if connection.status == psutil.CONN_LISTEN:
+            address, listened_port = tuple(connection.laddr)
+            address = str(address).removeprefix("::ffff:")  # gRPC listens on IPv4 addresses through IPv6 sockets
+            if listened_port == port and (address == host or {address, host} & _ALL_ADDRESSES):
+                pids.append(connection.pid)
+    return pids
 
 
 def _process(pid: int | None) -> str:
     if pid is None:
-        return "a process of another user"
+        return "a process that cannot be seen from here"
     with contextlib.suppress(psutil.Error):
         return f"process {pid} ({psutil.Process(pid).name()})"
     return f"process {pid}"

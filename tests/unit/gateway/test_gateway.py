@@ -28,16 +28,23 @@ from gateway.servers.ports import claimed_ports
 from gateway.state.connection import LOST
 from gateway.text.model_text import ModelText
 
-# Listens like a gateway of another site would: the kernel lets any process of the same user join the port.
+# Listens on a port as others do; "sharing" and "grpc" as a gateway of another site would, whom the kernel would let us join.
 FOREIGN = """
-import socket, sys
-listener = socket.socket()
-if sys.argv[2] == "sharing":
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-listener.bind(("127.0.0.1", int(sys.argv[1])))
-listener.listen()
-print("ready", flush=True)
-sys.stdin.read()
+import asyncio, socket, sys
+async def serve(port, how):
+    if how == "grpc":
+        import grpc
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 1)])
+        server.add_insecure_port(f"127.0.0.1:{port}")
+        await server.start()
+    else:
+        listener = socket.socket()
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, how == "sharing")
+        listener.bind(("127.0.0.1", port))
+        listener.listen()
+    print("ready", flush=True)
+    sys.stdin.read()
+asyncio.run(serve(int(sys.argv[1]), sys.argv[2]))
 """
 
 Make = Callable[..., Awaitable[Gateway]]
@@ -199,13 +206,13 @@ async def test_two_gateways_on_one_port(
             assert (await generate(second)).choices[0].text == "yes"
 
 
-@pytest.mark.parametrize("sharing", ["sharing", "alone"])
+@pytest.mark.parametrize("how", ["sharing", "alone", "grpc"])
 @pytest.mark.parametrize("which", ["grpc_port", "http_port"])
-async def test_a_port_that_someone_else_has(make: Make, which: str, sharing: str) -> None:
+async def test_a_port_that_someone_else_has(make: Make, which: str, how: str) -> None:
     """Also when that someone would share it: it would get part of our connections."""
     port = free_port()
     pipe = asyncio.subprocess.PIPE
-    foreign = await asyncio.create_subprocess_exec(sys.executable, "-c", FOREIGN, str(port), sharing, stdin=pipe, stdout=pipe)
+    foreign = await asyncio.create_subprocess_exec(sys.executable, "-c", FOREIGN, str(port), how, stdin=pipe, stdout=pipe)
     assert foreign.stdin is not None
     assert foreign.stdout is not None
     await foreign.stdout.readline()
