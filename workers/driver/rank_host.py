@@ -1,7 +1,8 @@
-"""The Ray actor that stands for one rank: it holds the rank's bundle, and lives and dies with the rank's process.
+"""The Ray actor that stands for one rank and holds the rank's bundle.
 
 The actors are detached, so that ranks outlive their driver. The one of bundle 0 starts the ranks of a cpu pool, which are one
-MPI world; each rank watches its own actor, each actor its own rank.
+MPI world. A rank ends with its actor at once; an actor whose rank has ended waits for the driver to start the ranks again, and
+gives its place back when none does.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class RankHost:
         self._rank = rank
         self._directory = Path(directory)
         self._process: subprocess.Popen[bytes] | None = None
+        self._watched = 0  # process id of its rank
 
     def describe(self) -> HostDescription:
         own = ray.get_runtime_context().get_node_id()
@@ -69,8 +71,11 @@ class RankHost:
         return f"unix:{socket_path(self._directory, self._rank)}", f"tcp:{endpoint.read_text()}" if endpoint.exists() else ""
 
     def launch(self, config: RankConfig, ranks: int) -> None:
-        """On bundle 0: start all ranks of the pool on this node."""
+        """On bundle 0: end what is left of the ranks of the pool, and start all of them on this node."""
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
         end_leftovers(self._directory, ranks)
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -90,24 +95,25 @@ class RankHost:
             raise unavailable(f"the ranks of pool `{self._pool}` ended with code {code}; {self._log} ends:\n{tail(self._log)}")
         return all(pid_path(self._directory, rank).exists() for rank in range(ranks))
 
-    def watch(self) -> None:
-        """On the other bundles: end this actor when its rank's process does."""
-        pid = int(pid_path(self._directory, self._rank).read_text())
-        threading.Thread(target=_end_with, args=(pid,), name="rank", daemon=True).start()
+    def watch(self, grace_s: float) -> None:
+        """On the other bundles: end this actor after its rank, unless the ranks are started again within the grace."""
+        self._watched = int(pid_path(self._directory, self._rank).read_text())
+        threading.Thread(target=self._outlive_rank, args=(self._watched, grace_s), name="rank", daemon=True).start()
 
     @property
     def _log(self) -> Path:
         return self._directory / "ranks.log"
 
     def _outlive(self, process: subprocess.Popen[bytes], grace_s: float) -> None:
-        """A driver that lives ends this actor and starts the ranks again; if none comes, their place is given back."""
         process.wait()
         time.sleep(grace_s)
-        ray.util.remove_placement_group(ray.util.get_placement_group(group_name(self._pool)))
-        os._exit(0)
+        if self._process is process:
+            ray.util.remove_placement_group(ray.util.get_placement_group(group_name(self._pool)))
+            os._exit(0)
 
-
-def _end_with(pid: int) -> None:
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        time.sleep(_POLL_S)
-    os._exit(0)
+    def _outlive_rank(self, pid: int, grace_s: float) -> None:
+        while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            time.sleep(_POLL_S)
+        time.sleep(grace_s)
+        if self._watched == pid:
+            os._exit(0)

@@ -14,7 +14,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gateway.api.config import PoolSpec
-from gateway.api.errors import unavailable
+from gateway.api.errors import YardError, unavailable
 from workers.driver.local_ranks import START_TIMEOUT_S
 from workers.driver.rank_host import NAMESPACE, HostDescription, RankHost, group_name, host_name
 from workers.driver.rank_link import listens
@@ -36,7 +36,10 @@ class RayRanks:
         self._ranks = spec.devices
 
     async def find(self) -> list[str] | None:
-        addresses = await asyncio.to_thread(self._find)
+        try:
+            addresses = await asyncio.to_thread(self._find)
+        except (YardError, RayError):
+            return None
         if addresses is None:
             return None
         return addresses if all([await listens(address) for address in addresses]) else None
@@ -53,19 +56,11 @@ class RayRanks:
     # ------------------------------------------------------------------ on a thread
 
     def _find(self) -> list[str] | None:
-        hosts = self._hosts()
-        group = _placement_group(self._config.pool)
-        if any(host is None for host in hosts) or group is None or group.bundle_specs != self._bundles():
-            return None
-        try:
-            return self._addresses(hosts)
-        except (RayActorError, RayTaskError, GetTimeoutError):
-            return None
+        hosts = self._living_hosts()
+        return self._addresses(hosts) if hosts else None
 
     def _start(self) -> list[str]:
-        self._kill_hosts()
-        group = self._place()
-        hosts = [self._create_host(group, rank) for rank in range(self._ranks)]
+        hosts = self._living_hosts() or self._new_hosts()
         described: list[HostDescription] = _call(hosts, "describe")
         first = described[0]
         config = replace(
@@ -81,8 +76,25 @@ class RayRanks:
             time.sleep(0.05)
             if time.monotonic() > deadline:
                 raise unavailable(f"the ranks of pool `{self._config.pool}` do not listen after {START_TIMEOUT_S:.0f} s")
-        _call(hosts[1:], "watch")
+        _call(hosts[1:], "watch", self._config.grace_s)
         return self._addresses(hosts)
+
+    def _living_hosts(self) -> list[Any] | None:
+        """The actors of this pool, if they are all there and have the size that the pool has now."""
+        hosts = self._hosts()
+        group = _placement_group(self._config.pool)
+        if any(host is None for host in hosts) or group is None or group.bundle_specs != self._bundles():
+            return None
+        try:
+            _call(hosts, "describe")
+        except YardError:
+            return None
+        return hosts
+
+    def _new_hosts(self) -> list[Any]:
+        self._kill_hosts()
+        group = self._place()
+        return [self._create_host(group, rank) for rank in range(self._ranks)]
 
     def _create_host(self, group: PlacementGroup, rank: int) -> Any:
         actor: Any = ray.remote(RankHost)
