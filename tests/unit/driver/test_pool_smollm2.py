@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 from conftest import SECRET, Link, until
 from tokenizers import Tokenizer
@@ -95,6 +96,9 @@ async def test_two_models_of_one_pool_know_paris_and_a_new_driver_adopts_them(si
     assert [rank.pid for rank in site.driver.record().ranks] == [rank.pid for rank in record.ranks]
     assert _disk_bytes(site) == disk
     assert all("Paris" in answer for answer in await site.ask("smollm2", "smollm2-pp2"))
+
+    await site.driver.stop(end_ranks=True)
+    await until(lambda: not any(psutil.pid_exists(rank.pid) for rank in record.ranks), lambda: "ranks stay", 5)
 
 
 def _disk_bytes(site: Site) -> list[int]:
