@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from placement.types import Device, ModelRequest, PlacedGroup
 
 _MAX_DEPTH = 4
+_EXCHANGES = 8  # empty devices tried against two in use
 
 
 @dataclass(eq=False)
@@ -24,6 +25,10 @@ class _Item:
         return self.group.bytes_per_rank[0]
 
 
+class _Log(list[tuple[_Item, tuple[int, ...]]]):
+    """Each item that was moved, with the devices it was on before (none: it was nowhere)."""
+
+
 class Bins:
     """`fixed` names models whose groups stay where they are."""
 
@@ -37,13 +42,14 @@ class Bins:
         usable = [device for device in devices if device.healthy and not device.cordoned]
         self._devices = sorted(usable, key=lambda device: (device.pool, device.rank))
         self._index = {(device.pool, device.rank): at for at, device in enumerate(self._devices)}
-        self._free = [device.capacity_bytes - device.foreign_bytes for device in self._devices]
+        self._capacity = [device.capacity_bytes - device.foreign_bytes for device in self._devices]
+        self._free = list(self._capacity)
         self._on: list[set[_Item]] = [set() for _ in self._devices]
         self._requests = {request.name: request for request in models}
         self._fixed = frozenset(fixed)
         self._members: dict[tuple[str, str, str], list[int]] = {}
-        for at, device in enumerate(self._devices):
-            self._members.setdefault((device.pool, device.node, device.nvlink_domain), []).append(at)
+        for at in range(len(self._devices)):
+            self._members.setdefault(self._domain_key(at), []).append(at)
         self._allowed: dict[tuple, list[list[int]]] = {}
         self._items: list[_Item] = []
         for group in sorted(groups, key=lambda group: (group.model, group.pool, group.ranks)):
@@ -77,26 +83,54 @@ class Bins:
             yield replace(item.group, pool=self._devices[item.bins[0]].pool, ranks=ranks)
 
     def close_one(self, steps: int) -> bool:
-        """Empty one device for good; False, and nothing changed, when none can be within `steps` moves each."""
-        order = sorted(self._open, key=lambda at: (self._load(at), at))
-        for at in order:
+        """Empty one device for good, or two against one larger that was empty; False, and nothing changed, when it is not
+        found within `steps` moves each.
+        """
+        return self._close(steps, _Log()) is not None or self._exchange(steps)
+
+    def _exchange(self, steps: int) -> bool:
+        closed = [at for at in range(len(self._devices)) if at not in self._open]
+        smallest = min((self._capacity[at] for at in self._open), default=0)
+        tried: set[tuple[int, tuple[str, str, str]]] = set()
+        for at in sorted(closed, key=lambda at: (-self._capacity[at], at)):
+            sort = (self._capacity[at], self._domain_key(at))
+            if self._capacity[at] <= smallest or sort in tried or len(tried) == _EXCHANGES:
+                continue
+            tried.add(sort)
+            self._open.add(at)
+            log = _Log()
+            first = self._close(steps, log, keep=at)
+            if first is not None:
+                if self._close(steps, log, keep=at) is not None:
+                    return True
+                self._undo(log, 0)
+                self._open.add(first)
+            self._open.remove(at)
+        return False
+
+    def _close(self, steps: int, log: _Log, keep: int = -1) -> int | None:
+        """The device that was emptied, its moves in `log`; None, and nothing changed."""
+        mark = len(log)
+        for at in sorted(self._open - {keep}, key=lambda at: (self._load(at), at)):
             items = sorted(self._on[at], key=lambda item: (-item.need, item.group.model, item.bins))
             if not all(item.movable for item in items):
                 continue
-            room = sum(self._free[other] for other in self._open if other != at)
-            if room < self._load(at):
+            if sum(self._free[other] for other in self._open if other != at) < self._load(at):
                 break  # the others are heavier still
             self._steps = steps
             self._open.remove(at)
-            log: list[tuple[_Item, tuple[int, ...]]] = []
             for item in items:
                 log.append((item, item.bins))
                 self._take(item)
             if self._place_all(items, _MAX_DEPTH, log):
-                return True
-            self._undo(log, 0)
+                return at
+            self._undo(log, mark)
             self._open.add(at)
-        return False
+        return None
+
+    def _domain_key(self, at: int) -> tuple[str, str, str]:
+        device = self._devices[at]
+        return device.pool, device.node, device.nvlink_domain
 
     def admit(self, groups: Iterable[PlacedGroup], steps: int) -> bool:
         """Place groups anew (where they were does not matter), on any device; False, nothing changed, when none is found."""
@@ -104,7 +138,7 @@ class Bins:
         self._steps = steps
         items = [self._item(group) for group in groups]
         items.sort(key=lambda item: (-item.need * item.group.tensor_parallel, item.group.model))
-        if self._place_all(items, _MAX_DEPTH, []):
+        if self._place_all(items, _MAX_DEPTH, _Log()):
             return True
         del self._items[len(self._items) - len(items) :]
         return False
@@ -112,7 +146,7 @@ class Bins:
     def _load(self, at: int) -> int:
         return sum(item.need if item.movable else max(item.group.bytes_per_rank) for item in self._on[at])
 
-    def _place_all(self, items: list[_Item], depth: int, log: list[tuple[_Item, tuple[int, ...]]]) -> bool:
+    def _place_all(self, items: list[_Item], depth: int, log: _Log) -> bool:
         """All of them, or as before."""
         mark = len(log)
         for item in items:
@@ -121,7 +155,7 @@ class Bins:
                 return False
         return True
 
-    def _place(self, item: _Item, depth: int, log: list[tuple[_Item, tuple[int, ...]]]) -> bool:
+    def _place(self, item: _Item, depth: int, log: _Log) -> bool:
         self._steps -= 1
         spot = self._tightest(item)
         if spot is not None:
@@ -180,6 +214,7 @@ class Bins:
                 ejected = list(dict.fromkeys(other for at in chosen for other in cheapest[at][1]))
                 choices.append((sum(cheapest[at][0] for at in chosen), tuple(chosen), ejected))
         choices.sort(key=lambda choice: choice[:2])
+        self._steps -= len(choices) // 16  # listing them is work too
         for _, spot, ejected in choices:
             yield spot, sorted(ejected, key=lambda other: (-other.need, other.group.model, other.bins))
 
@@ -213,7 +248,7 @@ class Bins:
             self._on[at].discard(item)
         item.bins = ()
 
-    def _undo(self, log: list[tuple[_Item, tuple[int, ...]]], mark: int) -> None:
+    def _undo(self, log: _Log, mark: int) -> None:
         while len(log) > mark:
             item, bins = log.pop()
             if item.bins:
