@@ -55,7 +55,7 @@ def quality(instances: int, first: int, limit_s: float) -> bool:
         (ratios if exact.solved else bounded).append(used / least)
         if used > least:
             print(f"  seed {seed}: {used} devices, {'optimum' if exact.solved else 'bound'} {least}", flush=True)
-    mean, worst = sum(ratios) / len(ratios), max(ratios)
+    mean, worst = sum(ratios) / max(len(ratios), 1), max(ratios, default=0.0)
     print(f"instances {instances}: {len(ratios)} solved, {len(bounded)} bounded in {limit_s} s, {infeasible} with refusals")
     print(f"devices used / optimum   mean {mean:.4f} (target ≤ {MEAN_RATIO})   worst {worst:.3f} (target ≤ {WORST_RATIO})")
     if bounded:
