@@ -10,6 +10,10 @@ Pure. The decision tree of `plan`, in this order, within `batch_tokens` tokens a
    are taken from the cache. The first that does not fit stops the admission, so that a long prompt is not passed for ever.
 
 A pipeline group has one step in flight a stage, of disjoint sequences; a step takes its share of them.
+
+Where steps may be planned ahead, a sequence in a step that is being computed can be in the next one too: the token which the
+first will sample is left to the rank, which knows it before we do. Sequences that end with such a token are computed once too
+often. Nobody who is being computed can be preempted, so a group that is short of blocks must not be planned ahead.
 """
 
 from __future__ import annotations
@@ -33,12 +37,16 @@ class StepPlan:
 class Batcher:
     """Queues and KV blocks of one worker group."""
 
-    def __init__(self, blocks: BlockPool, block_tokens: int, batch_tokens: int, concurrency: int, stages: int) -> None:
+    def __init__(
+        self, blocks: BlockPool, block_tokens: int, batch_tokens: int, concurrency: int, stages: int, ahead: int = 0
+    ) -> None:
+        """`ahead`: steps that may be planned before the one being computed is done, with one stage only."""
         self.blocks = blocks
         self.block_tokens = block_tokens
         self.batch_tokens = batch_tokens
         self.concurrency = concurrency
         self.stages = stages
+        self.ahead = ahead
         self.waiting: list[Sequence] = []  # in order
         self.running: list[Sequence] = []  # in order
         self.leaving: set[Sequence] = set()  # ended, and still in a step that is being computed
@@ -72,7 +80,7 @@ class Batcher:
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
         self.short_blocks = 0
-        idle = [sequence for sequence in self.running if not sequence.in_flight]
+        idle = [sequence for sequence in self.running if not sequence.in_flight or (self.ahead and sequence.goes_on)]
         share = -(-min(len(self.running) + len(self.waiting), self.concurrency) // self.stages)
         budget = self.batch_tokens
         chosen: dict[Sequence, int] = {}
@@ -109,12 +117,15 @@ class Batcher:
         sampled = {token.sequence: token for token in done.sampled}
         results = []
         for step, sequence in zip(plan.sequences, plan.members, strict=True):
-            sequence.in_flight = 0
+            count = max(len(step.tokens), 1)
+            sequence.in_flight -= count
+            sequence.coming -= step.sample
             if sequence.ended:
-                self.leaving.discard(sequence)
-                self._release(sequence)
+                if not sequence.in_flight:
+                    self.leaving.discard(sequence)
+                    self._release(sequence)
                 continue
-            sequence.computed += len(step.tokens)
+            sequence.computed += count
             self._register(sequence)
             if step.sample and sequence.id in sampled:
                 token = sampled[sequence.id]
@@ -142,7 +153,8 @@ class Batcher:
     def _make_room(self, sequence: Sequence, count: int, chosen: dict[Sequence, int]) -> bool:
         """Blocks for `count` more tokens, preempting who is last in order; False when `sequence` itself had to give way."""
         while True:
-            missing = blocks_for_tokens(sequence.computed + count, self.block_tokens) - len(sequence.blocks)
+            end = sequence.computed + sequence.in_flight + count
+            missing = blocks_for_tokens(end, self.block_tokens) - len(sequence.blocks)
             if missing <= 0:
                 return True
             got = self.blocks.allocate(missing)
@@ -151,8 +163,8 @@ class Batcher:
                 return True
             self.short_blocks = max(self.short_blocks, missing)
             victims = [other for other in self.running if not other.in_flight and other not in chosen]
-            victim = max(victims, key=lambda other: other.rank_order)
-            if victim is sequence:
+            victim = max(victims, key=lambda other: other.rank_order, default=sequence)
+            if victim.rank_order <= sequence.rank_order:
                 return False
             self._preempt(victim)
 
@@ -177,19 +189,20 @@ class Batcher:
         return True
 
     def _step_of(self, sequence: Sequence, count: int) -> SequenceStep:
-        start = sequence.computed
+        start = sequence.computed + sequence.in_flight
         new = None if sequence.known_to_ranks else sequence.introduction()
         step = SequenceStep(
             sequence=sequence.id,
             tokens=tuple(sequence.tokens[start : start + count]),
             start=start,
             new_blocks=tuple(sequence.blocks[sequence.sent_blocks :]),
-            sample=start + count == len(sequence.tokens),
+            sample=start + count == len(sequence.tokens) + sequence.coming,
             new=new,
         )
         sequence.sent_blocks = len(sequence.blocks)
         sequence.known_to_ranks = True
-        sequence.in_flight = count
+        sequence.in_flight += count
+        sequence.coming += step.sample
         return step
 
     def _register(self, sequence: Sequence) -> None:

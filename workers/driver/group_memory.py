@@ -21,14 +21,17 @@ def enter_measured(ledger: Ledger, group: Group) -> None:
         ledger.record(group.id, rank, lines)
 
 
-def open_batcher(group: Group) -> None:
+def open_batcher(group: Group, device: str) -> None:
     """Empty queues over the KV blocks that are mapped now."""
     assert group.sizing is not None
     limits = group.spec.limits
+    stages = group.wanted.placement.pipeline_parallel
     group.batcher = Batcher(
         BlockPool(group.kv_blocks, prefix_cache=group.spec.kv.prefix_cache),
         group.sizing.block_tokens,
         limits.batch_tokens,
         limits.concurrency,
-        group.wanted.placement.pipeline_parallel,
+        stages,
+        # A GPU has its next step ready when one ends. On a CPU the same cores would plan and compute.
+        ahead=int(device == "cuda" and stages == 1 and group.spec.engine == "torch"),
     )

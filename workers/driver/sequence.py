@@ -39,7 +39,8 @@ class Sequence:
     max_length: int  # prompt plus answer, bounded by max_tokens, the context and the KV ceiling
     stop_ids: frozenset[int]
     computed: int = 0
-    in_flight: int = 0  # tokens of it in a step that is being computed
+    in_flight: int = 0  # tokens of it in steps that are being computed
+    coming: int = 0  # tokens that those steps will sample
     blocks: list[int] = field(default_factory=list)
     sent_blocks: int = 0
     hashes: list[bytes] = field(default_factory=list)  # of its full and computed blocks
@@ -58,7 +59,12 @@ class Sequence:
 
     @property
     def uncomputed(self) -> int:
-        return len(self.tokens) - self.computed - self.in_flight
+        return len(self.tokens) + self.coming - self.computed - self.in_flight
+
+    @property
+    def goes_on(self) -> bool:
+        """What is being computed is not its last token, as far as one can know."""
+        return len(self.tokens) + self.coming < self.max_length
 
     @property
     def outstanding_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """Sends the steps of all groups in one order, and accounts for what comes back.
 
-A group has at most one step in flight a pipeline stage, so the groups of a rank take turns: nobody's second step passes
-another's first (rule 7).
+A group has at most one step in flight a pipeline stage, and where that pays one more planned ahead, so the groups of a rank take
+turns: nobody's second step passes another's first (rule 7).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Stepper:
         self._state.turn += 1
         first = self._state.turn % len(groups)
         for group in (*groups[first:], *groups[:first]):
-            while len(group.steps) < group.wanted.placement.pipeline_parallel and self._send_step(now, group):
+            while len(group.steps) < _most_steps(group) and self._send_step(now, group):
                 pass
 
     def on_done(self, now: float, done: StepDone) -> None:
@@ -39,6 +39,7 @@ class Stepper:
         step = group.steps.pop(done.step, None) if group else None
         if group is None or step is None or group.batcher is None:
             return  # of a group that was lost meanwhile
+        began = max(step.sent_at, group.progress_at) if group.batcher.ahead else step.sent_at
         self._state.last_step_at = group.progress_at = now
         if done.error:
             self._effects.event("step_failed", group.model, f"group {group.id}: {done.error}")
@@ -49,7 +50,7 @@ class Stepper:
         results = group.batcher.finish(step.plan, done)
         for sequence, token in results:
             self._requests.token(now, group, sequence, token)
-        elapsed = max(now - step.sent_at, 1e-6)
+        elapsed = max(now - began, 1e-6)
         speed = len(results) * group.wanted.placement.pipeline_parallel / elapsed
         group.tokens_per_s += _SPEED_WEIGHT * (speed - group.tokens_per_s)
 
@@ -82,3 +83,10 @@ class Stepper:
             if deadline is not None and deadline <= now:
                 text = f"model `{group.model}`: the deadline passed in the queue"
                 self._requests.finish(sequence.request.key, "error", ErrorCode.DEADLINE, text)
+
+
+def _most_steps(group: Group) -> int:
+    """In flight at once. Memory that is called back, or that somebody lacks, comes from sequences that are not computed."""
+    assert group.batcher is not None
+    short = group.reclaim_to is not None or group.batcher.short_blocks > 0
+    return group.wanted.placement.pipeline_parallel + (0 if short else group.batcher.ahead)

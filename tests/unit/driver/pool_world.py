@@ -91,6 +91,7 @@ class SimulatedRank:
         self.blocks: dict[int, int] = {}  # group -> mapped
         self.memory: dict[tuple[int, int], list[int]] = {}  # (group, block) -> tokens in it
         self.tables: dict[tuple[int, int], list[int]] = {}  # (group, sequence) -> block table
+        self.last_samples: dict[tuple[int, int], int] = {}
         self.load_error = ""
         self.grow_error = ""
         self.executed: list[Command] = []
@@ -108,7 +109,7 @@ class SimulatedRank:
             kv_ceiling_blocks=load.kv_ceiling_blocks,
             kv_block_tokens=load.kv_block_tokens,
             bytes={
-                "weights": load.budget["weights"] - MIB,
+                "weights": 9 * MIB // load.pipeline_parallel,
                 "kv": pages(self.blocks[group_id] * MIB // load.pipeline_parallel),
                 "workspace": MIB,
             },
@@ -152,7 +153,8 @@ class SimulatedRank:
             assert self.tables.pop((step.group_id, sequence), None) is not None, "released a sequence that is not known"
         assert step.sequences, "an empty step"
         assert (
-            sum(len(part.tokens) for part in step.sequences) <= ModelSpec.model_validate_json(load.spec_json).limits.batch_tokens
+            sum(max(len(part.tokens), 1) for part in step.sequences)
+            <= ModelSpec.model_validate_json(load.spec_json).limits.batch_tokens
         )
         sampled = []
         for part in step.sequences:
@@ -163,18 +165,19 @@ class SimulatedRank:
             table = self.tables[key]
             table.extend(part.new_blocks)
             assert all(block < self.blocks[step.group_id] for block in part.new_blocks), "a block that is not mapped"
-            assert part.tokens
-            for position, token in enumerate(part.tokens, part.start):
+            tokens = part.tokens or (self.last_samples[key],)
+            for position, token in enumerate(tokens, part.start):
                 content = self.memory.setdefault((step.group_id, table[position // BLOCK_TOKENS]), [])
                 del content[position % BLOCK_TOKENS :]
                 assert len(content) == position % BLOCK_TOKENS, "a hole in a block"
                 content.append(token)
             if part.sample:
-                end = part.start + len(part.tokens)
+                end = part.start + len(tokens)
                 known: list[int] = []
                 for block in table[: -(-end // BLOCK_TOKENS)]:
                     known.extend(self.memory[step.group_id, block][:BLOCK_TOKENS])
-                sampled.append(SampledToken(part.sequence, next_token(known[:end]), -0.5))
+                self.last_samples[key] = next_token(known[:end])
+                sampled.append(SampledToken(part.sequence, self.last_samples[key], -0.5))
         last_stage = load.ranks[-load.tensor_parallel]
         return StepDone(step.step, step.group_id, tuple(sampled), 0.0) if self.rank == last_stage else None
 

@@ -107,10 +107,53 @@ def test_the_whole_prompt_goes_along_where_a_penalty_needs_it() -> None:
     assert [len(new.prompt) for new in news[-2:]] == [0, 40]
 
 
+def plan_ahead(world: World) -> World:
+    """As for a GPU."""
+    batcher = world.group().batcher
+    assert batcher is not None
+    batcher.ahead = 1
+    return world
+
+
+def test_a_step_is_planned_while_the_one_before_it_is_computed() -> None:
+    world = plan_ahead(World().ready())
+    before = len(world.steps())
+    keys = [world.submit(prompt(length, length), max_tokens=20) for length in (3, 50)]
+    most = 0
+    while world.turn():
+        most = max(most, len(world.group().steps))
+    assert most == 2
+    assert [world.texts[key] for key in keys] == [expected_text(prompt(length, length), 20) for length in (3, 50)]
+    parts = [part for step in world.steps()[before:] for part in step.sequences]
+    decodes = [part for part in parts if part.start >= 50]
+    assert decodes
+    assert not any(part.tokens for part in decodes), "the rank uses its own last sample"
+    assert sum(part.sample for part in parts) == 40, "nothing was computed beyond the end"
+
+
+def test_what_was_planned_beyond_a_stop_token_is_dropped() -> None:
+    world = plan_ahead(World().ready())
+    text = expected_text((1, 2, 3), 10)
+    at = next(index for index in range(1, 10) if text[index] not in text[:index])
+    key = world.submit((1, 2, 3), max_tokens=30, stop_token_ids=frozenset({text[at]}))
+    world.run()
+    assert world.texts[key] == text[:at]
+    assert world.group().batcher.blocks.used == 0  # type: ignore[union-attr]
+
+
+def test_planning_ahead_leaves_room_for_preemption() -> None:
+    """Who is computed cannot be preempted: a group that is short of blocks stops planning ahead until it is not."""
+    world = plan_ahead(small_kv())
+    keys = [world.submit(prompt(40, seed), max_tokens=100) for seed in range(4)]
+    world.run()
+    assert world.group().batcher.preemptions > 0  # type: ignore[union-attr]
+    assert [world.texts[key] for key in keys] == [expected_text(prompt(40, seed), 100) for seed in range(4)]
+
+
 def small_kv(**changes: object) -> World:
     """16 blocks of KV and no more: one full context, shared by four sequences."""
     limits = LimitsSpec(concurrency=4, queue=8, batch_tokens=32)
-    return World(capacity_mib=60).ready(wanted(limits=limits, kv=KvSpec(floor=16 * MIB, ceiling=16 * MIB), **changes))
+    return World(capacity_mib=80).ready(wanted(limits=limits, kv=KvSpec(floor=16 * MIB, ceiling=16 * MIB), **changes))
 
 
 def test_when_kv_runs_out_the_newest_is_preempted_and_its_text_stays_the_same() -> None:
@@ -258,12 +301,14 @@ def test_every_rank_of_a_group_gets_the_same_commands_in_the_same_order() -> Non
 
 
 @settings(max_examples=60, deadline=None)
-@given(data=st.data(), stages=st.integers(1, 2), blocks=st.integers(16, 24), concurrency=st.integers(1, 5))
-def test_no_schedule_changes_a_text(data: st.DataObject, stages: int, blocks: int, concurrency: int) -> None:
+@given(data=st.data(), stages=st.integers(1, 2), blocks=st.integers(16, 24), concurrency=st.integers(1, 5), ahead=st.booleans())
+def test_no_schedule_changes_a_text(data: st.DataObject, stages: int, blocks: int, concurrency: int, ahead: bool) -> None:
     """Whatever arrives, is cancelled, preempted, shared or chunked: who ends normally has the text of an empty pool."""
     limits = LimitsSpec(concurrency=concurrency, queue=100, batch_tokens=data.draw(st.integers(16, 64)))
     kv = KvSpec(floor=0, ceiling=blocks * MIB // stages, block_tokens=BLOCK_TOKENS)
-    world = World(ranks=stages, capacity_mib=80).ready(wanted(ranks=tuple(range(stages)), stages=stages, limits=limits, kv=kv))
+    world = World(ranks=stages, capacity_mib=100).ready(wanted(ranks=tuple(range(stages)), stages=stages, limits=limits, kv=kv))
+    if ahead and stages == 1:
+        plan_ahead(world)
     asked: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}
     for _ in range(data.draw(st.integers(5, 25))):
         action = data.draw(st.sampled_from(["submit", "submit", "cancel", "turn", "turn"]))
