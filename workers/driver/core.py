@@ -66,8 +66,9 @@ class PoolCore:
         self._effects.changed()
         self._settle(now)
 
-    def on_closing(self) -> None:
+    def on_closing(self, now: float) -> None:
         """The driver is about to stop: finish what runs, take nothing new."""
+        del now
         self.state.closing = True
         for model in list(self.state.held):
             self._requests.fail_held(model, "this pool's driver is stopping; another one follows", 1.0)
@@ -114,7 +115,8 @@ class PoolCore:
         self._stepper.on_done(now, done)
         self._settle(now)
 
-    def on_progress(self, progress: Progress, rank: int) -> None:
+    def on_progress(self, now: float, rank: int, progress: Progress) -> None:
+        del now
         op = self.state.ops.get(progress.op)
         if op is not None:
             op.progress[rank] = progress.fraction

@@ -13,7 +13,7 @@ from workers.driver.group_memory import enter_measured, open_batcher
 from workers.driver.pool_state import PoolState
 from workers.driver.requests import Requests
 from workers.driver.sequence import Sequence
-from workers.driver.sizing import size_group
+from workers.driver.sizing import GroupSizing, size_group
 from workers.memory.ledger import LedgerFull
 from workers.messages import LoadShard, UnloadShard
 
@@ -89,14 +89,14 @@ class Lifecycle:
             self._fail(now, group, facts)
             return
         try:
-            group.sizing = size_group(group.model, group.spec, facts, group.wanted.placement, self._state.device)
+            group.sizing = self._size(group, facts)
         except YardError as error:
             self._fail(now, group, error.message)
             return
         group.facts = facts
         if group.state == "checking":  # adopted: it holds its shards already
             enter_measured(self._state.ledger, group)
-            open_batcher(group, self._state.device)
+            open_batcher(group)
             self._effects.prepare_canary(group.id, group.model, group.spec)
 
     def on_op_done(self, now: float, group: Group, op: Op) -> None:
@@ -104,6 +104,7 @@ class Lifecycle:
         if op.kind == "unload":
             self._unloaded(now, group, op)
         elif op.errors:
+            group.sizing = None  # to be sized anew, with more room
             text = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(op.errors.items()))
             self._fail(now, group, f"loading failed: {text}")
         else:
@@ -111,7 +112,7 @@ class Lifecycle:
             assert group.sizing is not None
             group.kv_blocks = group.sizing.floor_blocks
             enter_measured(self._state.ledger, group)
-            open_batcher(group, self._state.device)
+            open_batcher(group)
             self._to(group, "checking", "")
             self._effects.prepare_canary(group.id, group.model, group.spec)
 
@@ -160,11 +161,13 @@ class Lifecycle:
             self._requests.cancel(group.canary.request.key)
 
     def _advance(self, now: float, group: Group) -> None:
-        if group.facts is None or group.sizing is None:
+        if group.facts is None:
             if not group.inspecting:
                 group.inspecting = True
                 self._effects.inspect(group.id, group.model, group.spec)
             return
+        if group.sizing is None:
+            group.sizing = self._size(group, group.facts)
         busy = [other for other in self._state.groups.values() if other.op is not None and other.op.kind in ("load", "unload")]
         if any(other.model == group.model for other in busy):
             return
@@ -177,6 +180,10 @@ class Lifecycle:
             return
         group.reclaiming = False
         self._load(now, group)
+
+    def _size(self, group: Group, facts: ModelFacts) -> GroupSizing:
+        """YardError when the model cannot be so."""
+        return size_group(group.model, group.spec, facts, group.wanted.placement, self._state.device, group.attempts)
 
     def _make_room(self, group: Group, full: LedgerFull) -> None:
         shortages = "; ".join(map(str, full.shortages))

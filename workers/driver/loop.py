@@ -15,26 +15,24 @@ from typing import Any, Protocol, TypeVar
 
 from gateway.api.config import ModelSpec, PoolSpec
 from gateway.api.errors import YardError
-from workers.driver import rank_link
 from workers.driver.core import PoolCore
 from workers.driver.effects import OWN_LINK, Ended, ModelFacts, RequestKey
 from workers.driver.frames import Outbox
 from workers.driver.group import Wanted
 from workers.driver.launcher import RankLauncher
 from workers.driver.observe import loads
+from workers.driver.rank_fleet import RankFleet
 from workers.driver.rank_link import RankLink
 from workers.driver.sequence import Request
-from workers.messages import Command, Done, Exit, Ping, Progress, Report, SampledToken, StepDone, Welcome
+from workers.messages import Command, Done, Progress, Report, SampledToken, StepDone, Welcome
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 TICK_S = 0.1
-ADOPT_TIMEOUT_S = 20.0
 FIRST_RESTART_PAUSE_S = 0.5
 LAST_RESTART_PAUSE_S = 20.0
 STEADY_AFTER_S = 60.0  # ranks that lived so long start the restart pauses anew
-_PING_OP = 2**62  # above every op of the core
 
 
 class ModelReader(Protocol):
@@ -68,22 +66,18 @@ class PoolLoop:
     ) -> None:
         self.pool = pool
         self.incarnation = uuid.uuid4().hex
-        self.welcomes: dict[int, Welcome] = {}
         capacity = spec.memory or 0
         self.core = PoolCore(spec.device, [capacity] * spec.devices, self, first_sequence=time.time_ns() // 1_000_000 << 20)
-        self._launcher = launcher
         self._reader = reader
         self._observer = observer
-        self._secret = secret
         self._clock = clock
-        self._ranks: dict[int, RankLink] = {}
+        self._ranks = RankFleet(launcher, secret, self.incarnation)
         self._ranks_since = 0.0
         self._restarts = 0
         self._outboxes: dict[int, Outbox] = {}
         self._logprobs: set[RequestKey] = set()
         self._next_link = OWN_LINK + 1
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._rank_task: asyncio.Task[None] | None = None
         self._closing = False
         self._drained = asyncio.Event()
         self.failure = ""  # not empty: a task ended that never should; the driver is unhealthy
@@ -91,7 +85,7 @@ class PoolLoop:
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
-        self._bring_up("", adopt=True)
+        self._own(self._bring_up_ranks("", adopt=True), "ranks")
         self._own(self._tick(), "tick")
 
     async def close(self, *, end_ranks: bool) -> None:
@@ -101,19 +95,19 @@ class PoolLoop:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if end_ranks:
-            for link in self._ranks.values():
-                link.send(Exit())
-            await asyncio.sleep(0.05)
-        self._drop_ranks()
-        if end_ranks:
-            await self._launcher.stop()
+            await self._ranks.end()
+        else:
+            self._ranks.drop()
 
     async def drain(self, grace_s: float) -> None:
         """Take nothing new and let what runs end, for at most so long."""
-        self.core.on_closing()
-        self._flush()
+        self._tell(self.core.on_closing)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._drained.wait(), grace_s)
+
+    @property
+    def welcomes(self) -> dict[int, Welcome]:
+        return self._ranks.welcomes
 
     def now(self) -> float:
         return self._clock()
@@ -135,29 +129,25 @@ class PoolLoop:
     def close_link(self, link: int) -> None:
         if self._outboxes.pop(link, None) is not None:
             self._logprobs -= {key for key in self._logprobs if key[0] == link}
-            self.core.on_link_closed(self.now(), link)
-            self._flush()
+            self._tell(self.core.on_link_closed, link)
 
     def submit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             if request.sampling.logprobs >= 0:
                 self._logprobs.add(request.key)
-            self.core.on_submit(self.now(), request)
-        self._flush()
+            self._tell(self.core.on_submit, request)
 
     def cancel(self, keys: Sequence[RequestKey]) -> None:
         for key in keys:
-            self.core.on_cancel(self.now(), key)
-        self._flush()
+            self._tell(self.core.on_cancel, key)
 
     def assign(self, fence: int, revision: int, wanted: Sequence[Wanted]) -> None:
-        self.core.on_assign(self.now(), fence, revision, wanted)
-        self._flush()
+        self._tell(self.core.on_assign, fence, revision, wanted)
 
     # ------------------------------------------------------------------ effects of the core
 
     def send(self, rank: int, command: Command) -> None:
-        self._ranks[rank].send(command)
+        self._ranks.send(rank, command)
 
     def emit(self, key: RequestKey, token: SampledToken) -> None:
         if outbox := self._outboxes.get(key[0]):
@@ -175,31 +165,28 @@ class PoolLoop:
     def inspect(self, group_id: int, model: str, spec: ModelSpec) -> None:
         async def work() -> None:
             result = await _or_reason(asyncio.to_thread(self._reader.facts, model, spec), model)
-            self.core.on_inspected(self.now(), group_id, result)
-            self._flush()
+            self._tell(self.core.on_inspected, group_id, result)
 
         self._own(work(), f"inspect-{model}")
 
     def prepare_canary(self, group_id: int, model: str, spec: ModelSpec) -> None:
         async def work() -> None:
             result = await _or_reason(asyncio.to_thread(self._reader.canary_prompt, spec), model)
-            self.core.on_canary_prompt(self.now(), group_id, result)
-            self._flush()
+            self._tell(self.core.on_canary_prompt, group_id, result)
 
         self._own(work(), f"canary-{model}")
 
     def judge_canary(self, group_id: int, model: str, spec: ModelSpec, placement: str, tokens: Sequence[int]) -> None:
         async def work() -> None:
             problem = await _or_reason(self._reader.judge(model, spec, placement, tokens), model)
-            self.core.on_canary_judged(self.now(), group_id, problem)
-            self._flush()
+            self._tell(self.core.on_canary_judged, group_id, problem)
 
         self._own(work(), f"judge-{model}")
 
     def restart_ranks(self, reason: str) -> None:
-        self._drop_ranks()
+        self._ranks.drop()
         if not self._closing:
-            self._bring_up(reason, adopt=False)
+            self._own(self._bring_up_ranks(reason, adopt=False), "ranks")
 
     def event(self, kind: str, subject: str, message: str) -> None:
         log.info("pool %s: %s %s %s", self.pool, kind, subject, message)
@@ -210,106 +197,67 @@ class PoolLoop:
 
     # ------------------------------------------------------------------ ranks
 
-    def _bring_up(self, reason: str, *, adopt: bool) -> None:
-        if self._rank_task is not None and not self._rank_task.done():
-            return
-        self._rank_task = self._own(self._bring_up_ranks(reason, adopt=adopt), "ranks")
-
     async def _bring_up_ranks(self, reason: str, *, adopt: bool) -> None:
         """Adopt or start, again and again with growing pauses: a pool without ranks says why and does not give up."""
         if reason and self.now() - self._ranks_since > STEADY_AFTER_S:
             self._restarts = 0
-        while True:
+        links: list[RankLink] | None = None
+        while links is None:
             if reason:
                 await asyncio.sleep(min(FIRST_RESTART_PAUSE_S * 2**self._restarts, LAST_RESTART_PAUSE_S))
                 self._restarts += 1
             try:
-                links = (await self._adopt() if adopt else None) or await self._connect(await self._launcher.start())
-                break
+                links = await (self._adopt_ranks() if adopt else self._ranks.start())
             except (YardError, OSError) as error:
-                reason, adopt = f"the ranks of pool `{self.pool}` do not start: {error}", False
+                reason = f"the ranks of pool `{self.pool}` do not start: {error}"
                 self.core.state.message = reason
                 self.event("ranks_failed", "", reason)
                 self.changed()
-        self._ranks = {link.rank: link for link in links}
-        self.welcomes = {link.rank: link.welcome for link in links}
+            adopt = False
         self._ranks_since = self.now()
-        for link in links:
-            link.start(self._on_report, self._on_lost)
-        self.core.on_ranks_up(self.now(), {link.rank: link.welcome.held for link in links})
-        self._flush()
+        self._ranks.use(links, self._own, self._on_report, self._on_lost)
+        self._tell(self.core.on_ranks_up, {link.rank: link.welcome.held for link in links})
 
-    async def _adopt(self) -> list[RankLink] | None:
-        """The ranks of an earlier driver, if they live, agree on what they received, and still execute commands."""
-        addresses = await self._launcher.find()
-        if addresses is None:
-            return None
+    async def _adopt_ranks(self) -> list[RankLink] | None:
         try:
-            links = await self._connect(addresses)
+            return await self._ranks.adopt()
         except YardError as error:
-            self.event("adoption_failed", "", error.message)
+            self.event("adoption_failed", "", f"{error.message}; starting new ranks")
             return None
-        problem = _disagreement(links) or await self._ping(links)
-        if problem:
-            self.event("adoption_failed", "", problem)
-            for link in links:
-                link.close()
-            return None
-        return links
-
-    async def _connect(self, addresses: Sequence[str]) -> list[RankLink]:
-        links: list[RankLink] = []
-        try:
-            for rank, address in enumerate(addresses):
-                links.append(await rank_link.connect(rank, address, self._secret, self.incarnation))
-        except YardError:
-            for link in links:
-                link.close()
-            raise
-        return links
-
-    async def _ping(self, links: Sequence[RankLink]) -> str:
-        try:
-            async with asyncio.timeout(ADOPT_TIMEOUT_S):
-                for link in links:
-                    link.send(Ping(op=_PING_OP))
-                for link in links:
-                    await link.expect_done(_PING_OP)
-        except (TimeoutError, YardError) as error:
-            return f"a rank of an earlier driver does not answer ({error or 'no reply'}); starting new ranks"
-        return ""
 
     def _on_report(self, rank: int, report: Report) -> None:
-        now = self.now()
         match report:
             case StepDone():
-                self.core.on_step_done(now, report)
+                self._tell(self.core.on_step_done, report)
             case Done():
-                self.core.on_op_done(now, rank, report)
+                self._tell(self.core.on_op_done, rank, report)
             case Progress():
-                self.core.on_progress(report, rank)
+                self._tell(self.core.on_progress, rank, report)
             case Welcome():
                 log.warning("pool %s: rank %d welcomed twice", self.pool, rank)
-        self._flush()
 
-    def _on_lost(self, rank: int, reason: str) -> None:
-        if rank in self._ranks and not self._closing:
-            self.core.on_ranks_lost(self.now(), reason)
-            self._flush()
-
-    def _drop_ranks(self) -> None:
-        for link in self._ranks.values():
-            link.close()
-        self._ranks = {}
-        self.welcomes = {}
+    def _on_lost(self, reason: str) -> None:
+        if not self._closing:
+            self._tell(self.core.on_ranks_lost, reason)
 
     # ------------------------------------------------------------------ inside
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.core.on_tick(self.now())
+            self._tell(self.core.on_tick)
             self._flush(loads_alone=True)
+
+    def _tell(self, event: Callable[..., None], *what: object) -> None:
+        """Give the core one event, let the frames go. YardError is a refusal; anything else is a defect and makes unhealthy."""
+        try:
+            event(self.now(), *what)
+        except YardError:
+            raise
+        except Exception as error:
+            self.failure = f"{event.__name__} failed: {error!r}"
+            raise
+        self._flush()
 
     def _flush(self, *, loads_alone: bool = False) -> None:
         if self.core.state.closing and not self.core.state.sequences:
@@ -342,17 +290,3 @@ async def _or_reason(work: Awaitable[_T], model: str) -> _T | str:
     except Exception as error:
         log.exception("model %s", model)
         return f"{type(error).__name__}: {error}"
-
-
-def _disagreement(links: Sequence[RankLink]) -> str:
-    """Members of one group that received different numbers of commands can never meet in a collective again."""
-    counts: dict[int, set[int]] = {}
-    for link in links:
-        for shard in link.welcome.held:
-            counts.setdefault(shard.group_id, set()).add(link.welcome.received.get(shard.group_id, 0))
-    broken = sorted(group_id for group_id, seen in counts.items() if len(seen) > 1)
-    return (
-        f"ranks disagree on the commands of groups {broken}: their driver died between two sends; starting new ranks"
-        if broken
-        else ""
-    )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 import msgspec
 
@@ -40,8 +41,14 @@ class RankLink:
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError, ValueError) as error:
             raise unavailable(f"rank {self.rank} went away: {error!r}") from error
 
-    def start(self, on_report: Callable[[int, Report], None], on_lost: Callable[[int, str], None]) -> None:
-        self._task = asyncio.create_task(self._read(on_report, on_lost), name=f"rank-{self.rank}")
+    def start(
+        self,
+        spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]],
+        on_report: Callable[[int, Report], None],
+        on_lost: Callable[[int, str], None],
+    ) -> None:
+        """`spawn` owns the task that reads."""
+        self._task = spawn(self._read(on_report, on_lost), f"rank-{self.rank}")
 
     def close(self) -> None:
         if self._task is not None:

@@ -16,10 +16,11 @@ from workers.memory.kv_layout import block_bytes, blocks_for_tokens, stage_layer
 KV_CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """KV grows and shrinks by so much on the rank with the largest blocks."""
 
-# Regions are whole pages and an engine keeps small tensors beside its matrices (norms, tables, padding): room for that until
-# the load has been measured.
-_SLACK_BYTES = 8 * HOST_PAGE_BYTES
-_SLACK_SHARE = 0.03
+# Regions are whole pages and an engine keeps more than the matrices (norms, tables, padding, a head in two forms): room for
+# that until the load has been measured. A load that failed may have lacked it, so the next attempt gets more.
+_SLACK_BYTES = 16 * HOST_PAGE_BYTES
+_SLACK_SHARE = 0.1
+_SLACK_SHARE_AN_ATTEMPT = 0.25
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,9 @@ class GroupSizing:
         return {rank: max(0, size - floor[rank]) for rank, size in self.kv_bytes(blocks).items()}
 
 
-def size_group(model: str, spec: ModelSpec, facts: ModelFacts, placement: Placement, device: str) -> GroupSizing:
+def size_group(
+    model: str, spec: ModelSpec, facts: ModelFacts, placement: Placement, device: str, failed_attempts: int = 0
+) -> GroupSizing:
     """YardError(INVALID) when the model cannot be divided this way, or its KV limits do not hold one token block."""
     # Keys and values are as wide as the activations that they come from.
     shape = replace(facts.shape, kv_bytes_per_element=4 if facts.precision == "fp32" else 2)
@@ -91,13 +94,14 @@ def size_group(model: str, spec: ModelSpec, facts: ModelFacts, placement: Placem
             )
         floor_blocks = min(floor_blocks, wanted)
     workspace = max(footprint.workspace + footprint.graphs for footprint in footprints)
+    slack = 1 + _SLACK_SHARE + _SLACK_SHARE_AN_ATTEMPT * failed_attempts
     budget = {}
     for rank, stage in stage_of.items():
         footprint = footprints[stage]
         budget[rank] = {
-            "weights": pages(int(footprint.weights * (1 + _SLACK_SHARE)) + _SLACK_BYTES),
+            "weights": pages(int(footprint.weights * slack) + _SLACK_BYTES),
             "kv_floor": pages(floor_blocks * sizes[rank]),
-            "workspace": pages(int(workspace * (1 + _SLACK_SHARE)) + _SLACK_BYTES),
+            "workspace": pages(int(workspace * slack) + _SLACK_BYTES // 4),
             "communication": pages(footprint.communication),
         }
     return GroupSizing(

@@ -54,7 +54,9 @@ class ComputeThread:
         make_engine: EngineFactory,
         report: Callable[[Report], None],
         fatal: Callable[[str], None],
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
+        """`prepare` runs first of all on the thread."""
         self._rank = rank
         self._arena = arena
         self._make_comm = make_comm
@@ -62,6 +64,7 @@ class ComputeThread:
         self._report = report
         self._fatal = fatal
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._queue.put(prepare)
         self._shards: dict[int, Shard] = {}
         self._comms: dict[int, GroupComm] = {}
         self._engines: dict[str, Engine] = {}

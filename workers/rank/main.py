@@ -24,7 +24,7 @@ def run(config: RankConfig, make_comm: GroupCommFactory, make_engine: EngineFact
         raise YardError(ErrorCode.INVALID, f"pool {config.pool}: this rank computes on cpu only, its pool says {config.device}")
     # Importing an engine takes seconds: it is there when the first load arrives. A failure shows again, with its reason, there.
     threading.Thread(target=_import_quietly, args=(make_engine,), name="import", daemon=True).start()
-    server = RankServer(config, HostArena(config.capacity_bytes), make_comm, make_engine)
+    server = RankServer(config, HostArena(config.capacity_bytes), make_comm, make_engine, join_world)
     code = asyncio.run(server.serve())
     if code == 0:
         server.close()
@@ -34,6 +34,13 @@ def run(config: RankConfig, make_comm: GroupCommFactory, make_engine: EngineFact
 def _import_quietly(make_engine: EngineFactory) -> None:
     with contextlib.suppress(YardError, ImportError):
         make_engine("torch")
+
+
+def join_world() -> None:
+    """Under mpiexec: initialise MPI at the start. It waits for all ranks of the pool, also those that a group leaves out."""
+    if int(os.environ.get("OMPI_COMM_WORLD_SIZE", "1")) > 1:
+        import workers.comm.mpi  # noqa: F401, I001 - sets the thread level before MPI is imported
+        from mpi4py import MPI  # noqa: F401
 
 
 def mpi_comm(ranks: tuple[int, ...], tensor_parallel: int, pipeline_parallel: int, group_id: int) -> GroupComm:

@@ -13,6 +13,7 @@ import logging
 import os
 import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -49,8 +50,17 @@ EXIT_FATAL = 70
 class RankServer:
     """Owns the compute thread. Everything here runs on the event loop; reports come to it from other threads."""
 
-    def __init__(self, config: RankConfig, arena: Arena, make_comm: GroupCommFactory, make_engine: EngineFactory) -> None:
+    def __init__(
+        self,
+        config: RankConfig,
+        arena: Arena,
+        make_comm: GroupCommFactory,
+        make_engine: EngineFactory,
+        prepare: Callable[[], None],
+    ) -> None:
+        """`prepare` runs first of all on the compute thread."""
         self._config = config
+        self._prepare = prepare
         self._arena = arena
         self._make_comm = make_comm
         self._make_engine = make_engine
@@ -88,6 +98,7 @@ class RankServer:
             self._make_engine,
             report=report,
             fatal=fatal,
+            prepare=self._prepare,
         )
         self._compute.start()
         path = self._config.socket

@@ -9,31 +9,24 @@ from __future__ import annotations
 import os
 import time
 
+import torch
+
 from gateway.api.config import ModelSpec
 from workers.comm.base import GroupComm
 from workers.engines.base import ProgressFn
 from workers.memory.arena import Arena
 from workers.messages import HeldShard, LoadShard, SampledToken, Step, StepDone
 from workers.rank.config import parse
-from workers.rank.main import end_process, run
+from workers.rank.main import end_process, mpi_comm, run
 
 FAIL, CRASH, SLOW = 901, 902, 903
 KV_BLOCK_BYTES = 4096
 
 
-class NoComm:
-    tensor_rank = 0
-    tensor_size = 1
-    stages = 1
-    stage = 0
-
-    def close(self) -> None:
-        pass
-
-
 class ScriptedShard:
-    def __init__(self, command: LoadShard, rank: int, arena: Arena) -> None:
+    def __init__(self, command: LoadShard, rank: int, arena: Arena, comm: GroupComm) -> None:
         self._command = command
+        self._comm = comm
         self._last = rank == command.ranks[-command.tensor_parallel]
         self._weights = arena.reserve(f"{command.group_id}:weights", 4 * 2**20)
         self._weights.commit(4 * 2**20)
@@ -65,6 +58,11 @@ class ScriptedShard:
         for sequence in step.released:
             del self._sums[sequence]
         sampled = []
+        mark = torch.tensor([step.step])
+        if self._comm.stage > 0:
+            assert self._comm.recv_previous(torch.empty_like(mark)).item() == step.step, "steps of two groups were mixed up"
+        if self._comm.stage < self._comm.stages - 1:
+            self._comm.send_next(mark)
         for part in step.sequences:
             if part.new is not None:
                 self._sums[part.sequence] = 0
@@ -99,8 +97,8 @@ class ScriptedEngine:
             for tenth in range(10):
                 progress(tenth / 10, "waiting")
                 time.sleep(0.1)
-        return ScriptedShard(command, rank, arena)
+        return ScriptedShard(command, rank, arena, comm)
 
 
 if __name__ == "__main__":
-    end_process(run(parse(), lambda *_: NoComm(), lambda _: ScriptedEngine()))  # type: ignore[arg-type, return-value]
+    end_process(run(parse(), mpi_comm, lambda _: ScriptedEngine()))

@@ -105,9 +105,9 @@ def test_a_load_takes_back_kv_above_the_floors_even_from_the_busy() -> None:
 
 
 def test_two_greedy_models_share_what_is_there() -> None:
-    world = World(capacity_mib=220).ready(wanted("a", limits=LIMITS), wanted("b", limits=LIMITS))
+    world = World(capacity_mib=160).ready(wanted("a", limits=LIMITS), wanted("b", limits=LIMITS))
     first = busy(world, "a", sequences=8, tokens=190)
-    for _ in range(150):
+    for _ in range(100):
         world.turn()
     second = busy(world, "b", sequences=8, tokens=190)
     smallest_difference = 10**9

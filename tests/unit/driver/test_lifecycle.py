@@ -69,6 +69,18 @@ def test_a_failed_load_is_tried_again_with_growing_pauses_and_not_for_ever() -> 
     assert world.states() == ["ready"]
 
 
+def test_a_load_that_failed_gets_more_room_the_next_time() -> None:
+    """Its footprint may have been estimated too low."""
+    world = World(capacity_mib=400)
+    world.ranks[0].load_error = "needs 90 MiB, its budget is 71 MiB"
+    world.assign(wanted())
+    world.run()
+    world.later(1.5)
+    budgets = [command.budget["weights"] for command in commands(world, LoadShard)]  # type: ignore[attr-defined]
+    assert len(budgets) == 2
+    assert budgets[0] < budgets[1]
+
+
 def test_a_failed_load_that_heals_serves() -> None:
     world = World()
     world.ranks[0].load_error = "disk gone"
@@ -253,7 +265,7 @@ def test_a_model_that_does_not_fit_waits_with_the_numbers_and_loads_when_room_ap
 def test_who_gets_in_does_not_depend_on_the_order_of_the_list() -> None:
     """Rule 4."""
     for order in (("a", "b", "c"), ("c", "b", "a"), ("b", "c", "a")):
-        world = World(capacity_mib=130)
+        world = World(capacity_mib=100)
         world.assign(*(wanted(model, priority=5 if model == "c" else 0) for model in order))
         world.run()
         assert [world.states(model) for model in "abc"] == [["ready"], ["waiting"], ["ready"]]
@@ -377,7 +389,7 @@ def test_what_was_adopted_and_is_not_assigned_any_more_drains() -> None:
 def test_a_driver_that_stops_finishes_what_runs_and_takes_nothing_new() -> None:
     world = World().ready()
     running = world.submit((1, 2), max_tokens=5)
-    world.core.on_closing()
+    world.core.on_closing(world.now)
     late = world.submit((3, 4))
     assert world.error(late) == ErrorCode.UNAVAILABLE
     world.run()

@@ -140,7 +140,7 @@ async def test_a_new_driver_adopts_the_ranks_of_the_old(make_pool: PoolFactory) 
     link = await pool.link()
     await link.submit([SLOW, 1], max_tokens=30, model="both")
     await link.next()
-    old_launcher = pool.driver.loop._launcher
+    old_launcher = pool.driver.loop._ranks._launcher
     await pool.driver.loop.close(end_ranks=False)  # as if it were gone: nothing is said to the ranks
     await pool.driver._server.stop(0)
     pool.new_driver()
@@ -163,7 +163,7 @@ async def test_ranks_that_disagree_on_what_they_received_are_not_adopted(make_po
     pool = await make_pool(assignment(ranks=(0, 1), stages=2), devices=2)
     pids = pool.pids
     directory = Path(pool.runtime.run_dir) / "pools" / "p"
-    launcher = pool.driver.loop._launcher
+    launcher = pool.driver.loop._ranks._launcher
     await pool.driver.loop.close(end_ranks=False)
     await pool.driver._server.stop(0)
     half = await rank_link.connect(0, f"unix:{socket_path(directory, 0)}", SECRET, "half a driver")
@@ -251,3 +251,14 @@ async def test_one_model_loads_while_another_answers(make_pool: PoolFactory) -> 
     assert any(group.state == "loading" for group in pool.driver.record().groups)
     assert (await link.end_of(held)).finish_reason == "length"
     assert link.holds[held].estimated_wait_ms > 0
+
+
+async def test_groups_that_share_ranks_never_wait_for_each_other_crosswise(make_pool: PoolFactory) -> None:
+    """All commands of a pool are in one order, so that exchanges over MPI meet; a group need not take part in another's."""
+    groups = [assignment("a", (0, 1), stages=2), assignment("b", (2, 1), stages=2), assignment("c", (1, 0), stages=2)]
+    pool = await make_pool(*groups, assignment("d", (2,)), devices=3)
+    link = await pool.link()
+    asked = {await link.submit([seed, 7], max_tokens=40, model=model): seed for seed in range(1, 4) for model in "abcd"}
+    for number, seed in asked.items():
+        assert (await link.end_of(number)).finish_reason == "length"
+        assert link.tokens[number] == doubling([seed, 7], 40)
