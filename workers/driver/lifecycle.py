@@ -96,7 +96,7 @@ class Lifecycle:
         group.facts = facts
         if group.state == "checking":  # adopted: it holds its shards already
             enter_measured(self._state.ledger, group)
-            open_batcher(group)
+            open_batcher(group, self._state.device)
             self._effects.prepare_canary(group.id, group.model, group.spec)
 
     def on_op_done(self, now: float, group: Group, op: Op) -> None:
@@ -112,7 +112,7 @@ class Lifecycle:
             assert group.sizing is not None
             group.kv_blocks = group.sizing.floor_blocks
             enter_measured(self._state.ledger, group)
-            open_batcher(group)
+            open_batcher(group, self._state.device)
             self._to(group, "checking", "")
             self._effects.prepare_canary(group.id, group.model, group.spec)
 
