@@ -14,6 +14,7 @@ from workers.engines.base import ProgressFn
 from workers.engines.torch import threads
 from workers.engines.torch.attention import BatchHolder, LayerAttention
 from workers.engines.torch.fill import Precision, StageFiller, precision_of
+from workers.engines.torch.fused import fuse_blocks
 from workers.engines.torch.gguf_convert import converted
 from workers.engines.torch.kv import PagedKv
 from workers.engines.torch.memory import TensorRegion
@@ -48,6 +49,7 @@ class TorchEngine:
                     progress(_CONVERTING + (1 - _CONVERTING) * fraction, "loading weights")
 
                 StageFiller(stage, plan, source, precision, weights, comm, loaded).fill()
+                fuse_blocks(stage)
                 kv.grow(command.kv_floor_blocks)
                 undo.pop_all()
         holder = BatchHolder()

@@ -13,8 +13,17 @@ from transformers.pytorch_utils import Conv1D
 from gateway.api.errors import invalid
 from workers.comm.base import GroupComm
 from workers.engines.torch import int4, norm
+from workers.engines.torch.head import ScreenedHead, rounding_errors
 from workers.engines.torch.int4 import Int4Blocks
-from workers.engines.torch.linear import DenseLinear, Fused, FusedPart, GatheredLinear, Int4Linear, Int8Linear, RowParallel
+from workers.engines.torch.linear import (
+    DenseLinear,
+    GatheredLinear,
+    Int4Linear,
+    Int8Linear,
+    ProjectionPart,
+    RowParallel,
+    SharedProjection,
+)
 from workers.engines.torch.memory import TensorRegion
 from workers.engines.torch.parallel import ParallelPlan, Style
 from workers.engines.torch.stage import StageModel
@@ -22,6 +31,7 @@ from workers.engines.torch.weights import WeightSource
 
 # Projections of one input that are computed as one, in the order in which the models call them.
 _FUSED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+_INT4_ROWS = 16  # the int4 operator takes output features in multiples of it
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,8 @@ class StageFiller:
     def fill(self) -> None:
         """Afterwards nothing of the stage is left on the meta device. MemoryError when the region's budget does not suffice."""
         model = self._stage.model
-        parents = list(model.named_modules())
+        root, *inner = model.named_modules()
+        parents = [*inner, root]  # a tied head takes the embedding's memory
         for done, (name, module) in enumerate(parents, start=1):
             self._fill_module(name, module)
             self._progress(done / len(parents))
@@ -83,11 +94,13 @@ class StageFiller:
                 self._fuse(name, parent, group)
         for child, module in parent.named_children():
             full = f"{name}.{child}" if name else child
-            if isinstance(module, (nn.Linear, Conv1D)):
+            if module is self._stage.model.get_output_embeddings() and self._screens_head(module):
+                setattr(parent, child, self._screened_head(full))
+            elif isinstance(module, (nn.Linear, Conv1D)):
                 setattr(parent, child, self._linear(full, module))
             elif norm.is_rms_norm(module):
                 weight = self._dense(f"{full}.weight")
-                weight = (weight.float() + norm.weight_offset(module)).to(self._precision.compute)
+                weight = (weight.float() + norm.weight_offset(module)).to(self._precision.compute).repeat(2)
                 setattr(parent, child, norm.RmsNorm(self._memory.copy(weight), norm.epsilon(module)))
             elif isinstance(module, (nn.LayerNorm, nn.Embedding)):
                 for key, _ in list(module.named_parameters(recurse=False)):
@@ -104,9 +117,32 @@ class StageFiller:
             return
         parts = 1 if style is Style.WHOLE else self._plan.count
         fused_linear = self._matrix(names, style, not biases.pop(), transposed=False)
-        fused = Fused(fused_linear, [linear.out_features // parts for linear in linears])
+        shared = SharedProjection(fused_linear, [linear.out_features // parts for linear in linears])
         for index, child in enumerate(group):
-            setattr(parent, child, FusedPart(fused, index))
+            setattr(parent, child, ProjectionPart(shared, index))
+
+    def _screens_head(self, module: nn.Module) -> bool:
+        return (
+            self._precision.name == "int4"
+            and self._plan.count == 1
+            and isinstance(module, nn.Linear)
+            and module.bias is None
+            and module.in_features % int4.GROUP == 0
+            and module.out_features % _INT4_ROWS == 0
+        )
+
+    def _screened_head(self, name: str) -> ScreenedHead:
+        """A tied head shares the embedding's memory, which is filled first."""
+        stored = self._stored_name(f"{name}.weight")
+        embedding = self._stage.model.get_input_embeddings()
+        if stored != self._stage.checkpoint_name(f"{name}.weight") and self._stage.is_first:
+            weight: torch.Tensor = embedding.weight.data  # pyright: ignore[reportAssignmentType]
+        else:
+            weight = self._memory.copy(self._dense(f"{name}.weight"))
+        blocks = int4.quantize(weight)
+        packed, scales_and_zeros = int4.pack(blocks)
+        errors = self._memory.copy(rounding_errors(weight, blocks))
+        return ScreenedHead(weight, self._memory.copy(packed), self._memory.copy(scales_and_zeros), errors)
 
     def _linear(self, name: str, module: nn.Linear | Conv1D) -> nn.Module:
         transposed = isinstance(module, Conv1D)
@@ -154,7 +190,7 @@ class StageFiller:
             if weight.shape[1] % int4.GROUP:
                 return None
             blocks = int4.quantize(weight)
-        return blocks if blocks.shape[0] % 16 == 0 else None
+        return blocks if blocks.shape[0] % _INT4_ROWS == 0 else None
 
     def _dense(self, name: str, style: Style = Style.WHOLE) -> torch.Tensor:
         tensor = self._source.dense(self._stored_name(name), self._plan.cut(style) if style is not Style.INPUTS else None)

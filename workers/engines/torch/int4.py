@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -78,9 +79,14 @@ def pack(blocks: Int4Blocks) -> tuple[torch.Tensor, torch.Tensor]:
     return packed, torch.stack((scales, zeros), dim=-1).transpose(0, 1).contiguous().to(torch.bfloat16)
 
 
-def matmul(x: torch.Tensor, packed: torch.Tensor, scales_and_zeros: torch.Tensor) -> torch.Tensor:
-    """[m, k] bf16 → [m, n] bf16."""
-    return torch.ops.aten._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales_and_zeros)
+def _missing(*_: object) -> torch.Tensor:
+    raise NotImplementedError("torch._weight_int4pack_mm_for_cpu")
+
+
+matmul: Callable[[torch.Tensor, torch.Tensor, int, torch.Tensor], torch.Tensor] = getattr(
+    torch, "_weight_int4pack_mm_for_cpu", _missing
+)
+"""(x [m, k] bf16, packed weights, group, scales and zeros) → [m, n] bf16"""
 
 
 @functools.cache
@@ -92,7 +98,10 @@ def operator_works() -> bool:
     wanted = x.float() @ blocks.widen(torch.float32).T
     try:
         weights = pack(blocks)
-        errors = [float((matmul(part, *weights).float() - want).abs().max()) for part, want in ((x, wanted), (x[:1], wanted[:1]))]
+        errors = [
+            float((matmul(part, weights[0], GROUP, weights[1]).float() - want).abs().max())
+            for part, want in ((x, wanted), (x[:1], wanted[:1]))
+        ]
     except (AttributeError, NotImplementedError, RuntimeError) as error:
         _log.warning("torch %s has no CPU int4 matmul here (%s); 4-bit weights are widened to bf16", torch.__version__, error)
         return False

@@ -38,9 +38,10 @@ class PagedKv:
         all_blocks = self._region.tensor(dtype, (max(ceiling_blocks, 1), layers, 2, heads, block_tokens, head_dim))
         # One row is one head of one block: what a gather copies.
         self._table = all_blocks.view(-1, block_tokens * head_dim)
-        by_token = all_blocks.transpose(3, 4)  # [blocks, layers, 2, block_tokens, heads, head_dim]
-        self._keys = [by_token[:, layer, 0] for layer in range(layers)]
-        self._values = [by_token[:, layer, 1] for layer in range(layers)]
+        by_token = all_blocks.flatten(2, 3).transpose(2, 3)  # [blocks, layers, block_tokens, 2 * heads, head_dim]
+        self._both = [by_token[:, layer] for layer in range(layers)]
+        self._keys = [both[:, :, :heads] for both in self._both]
+        self._values = [both[:, :, heads:] for both in self._both]
         self._block_rows = layers * 2 * heads
         layer_rows = np.arange(layers, dtype=np.int64)[:, None] * (2 * heads)
         self._row_offsets = (layer_rows + np.arange(2 * heads)).reshape(layers, 2, 1, heads, 1)
@@ -64,17 +65,18 @@ class PagedKv:
         rows = tables[None, None, :, None, :] * self._block_rows + self._row_offsets
         return list(torch.from_numpy(rows.reshape(rows.shape[0], -1)).unbind(0))
 
-    def gather(self, rows: torch.Tensor, sequences: int, tokens: int, used: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys, values), each [sequences, kv_heads, used, head_dim], as a copy."""
-        both = self._table.index_select(0, rows).view(2, sequences, self.heads, tokens, self.head_dim)
-        if used != tokens:
-            both = both[:, :, :, :used]
-        return both[0], both[1]
+    def gather(self, rows: torch.Tensor, sequences: int, tokens: int) -> torch.Tensor:
+        """[2, sequences * kv_heads, tokens, head_dim]: keys and values of whole blocks, as a copy."""
+        return self._table.index_select(0, rows).view(2, sequences * self.heads, tokens, self.head_dim)
 
     def write(self, layer: int, blocks: torch.Tensor, offsets: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Token i, [kv_heads, head_dim] of each, to place offsets[i] of block blocks[i]."""
         self._keys[layer].index_put_((blocks, offsets), keys)
         self._values[layer].index_put_((blocks, offsets), values)
+
+    def write_both(self, layer: int, blocks: torch.Tensor, offsets: torch.Tensor, keys_and_values: torch.Tensor) -> None:
+        """As `write`, of [tokens, 2 * kv_heads, head_dim] with the keys first."""
+        self._both[layer].index_put_((blocks, offsets), keys_and_values)
 
     def close(self) -> None:
         self._region.close()

@@ -32,9 +32,7 @@ class Int4Linear(nn.Module):
         self.bias = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.ops.aten._weight_int4pack_mm_for_cpu(
-            x.reshape(-1, x.shape[-1]), self.packed, int4.GROUP, self.scales_and_zeros
-        ).view(*x.shape[:-1], -1)
+        y = int4.matmul(x.reshape(-1, x.shape[-1]), self.packed, int4.GROUP, self.scales_and_zeros).view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias
 
 
@@ -78,34 +76,32 @@ class GatheredLinear(nn.Module):
         return self._comm.all_gather(self.linear(x))
 
 
-class Fused(nn.Module):
-    """Several projections of one input as one matmul. The model still calls them one by one, always in the same order:
+class SharedProjection(nn.Module):
+    """Several projections of one input as one matmul. The model still calls its parts one by one, always in the same order:
     the first call computes all, the others take their part.
     """
 
     def __init__(self, linear: nn.Module, sizes: list[int]) -> None:
         super().__init__()
-        self._linear = [linear]  # in a list: it belongs to the first part only
-        self._sizes = sizes
+        self.linear = linear
+        self.sizes = sizes
         self._input: torch.Tensor | None = None
         self._parts: tuple[torch.Tensor, ...] = ()
 
-    def first(self, x: torch.Tensor) -> torch.Tensor:
-        self._input = x
-        self._parts = self._linear[0](x).split(self._sizes, dim=-1)
-        return self._parts[0]
-
     def part(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        if x is not self._input:
+        if index == 0:
+            self._input = x
+            self._parts = self.linear(x).split(self.sizes, dim=-1)
+        elif x is not self._input:
             raise RuntimeError("fused projections were called with different inputs")
         return self._parts[index]
 
 
-class FusedPart(nn.Module):
-    def __init__(self, fused: Fused, index: int) -> None:
+class ProjectionPart(nn.Module):
+    def __init__(self, shared: SharedProjection, index: int) -> None:
         super().__init__()
-        self._fused = fused
+        self.shared = shared
         self._index = index
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._fused.part(self._index, x) if self._index else self._fused.first(x)
+        return self.shared.part(self._index, x)

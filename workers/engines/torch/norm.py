@@ -1,4 +1,4 @@
-"""RMS normalisation in one call instead of the six of the model's own definition."""
+"""RMS normalisation in four kernels instead of the eight of torch's own (which has no fused one on CPU)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,20 @@ from torch import nn
 
 
 class RmsNorm(nn.Module):
+    """rms_norm(x) is the first half of layer_norm([x, -x]): its mean is 0 and its variance the mean square of x."""
+
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
+        """`weight` twice, one after the other: [2 * size]."""
         super().__init__()
         self.weight = weight
         self._shape = (weight.shape[0],)
+        self._size = weight.shape[0] // 2
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.rms_norm(x, self._shape, self.weight, self._eps)
+        both = torch.cat((x, -x), -1)
+        normed = torch.layer_norm(both, self._shape, self.weight, None, self._eps, False)
+        return normed.narrow(-1, 0, self._size).contiguous()
 
 
 def is_rms_norm(module: nn.Module) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -57,16 +58,31 @@ class SampleState:
             self.seen.add(token)
 
 
-def sample(logits: torch.Tensor, sequences: list[int], states: list[SampleState]) -> tuple[SampledToken, ...]:
-    """logits [n, vocabulary], row i of sequences[i]. Advances the states."""
-    if all(state.is_plain_greedy for state in states):
-        tokens = logits.argmax(dim=-1).tolist()
-        sampled = tuple(SampledToken(sequence, token) for sequence, token in zip(sequences, tokens, strict=True))
-    else:
-        sampled = _sample(logits.float(), sequences, states)
-    for state, one in zip(states, sampled, strict=True):
-        state.add(one.token)
-    return sampled
+class Head(Protocol):
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[n, hidden] → [n, vocabulary]"""
+        ...
+
+    def argmax(self, hidden: torch.Tensor) -> list[int]:
+        """Of every row; may be cheaper than the logits."""
+        ...
+
+
+def sample(head: Head, hidden: torch.Tensor, sequences: list[int], states: list[SampleState]) -> tuple[SampledToken, ...]:
+    """hidden [n, hidden], row i of sequences[i]. Advances the states."""
+    greedy = [row for row, state in enumerate(states) if state.is_plain_greedy]
+    sampled: dict[int, SampledToken] = {}
+    if greedy:
+        tokens = head.argmax(hidden if len(greedy) == len(states) else hidden[greedy])
+        sampled = {row: SampledToken(sequences[row], token) for row, token in zip(greedy, tokens, strict=True)}
+    if len(greedy) < len(states):
+        others = [row for row in range(len(states)) if row not in sampled]
+        logits = head.logits(hidden[others] if greedy else hidden).float()
+        found = _sample(logits, [sequences[row] for row in others], [states[row] for row in others])
+        sampled.update(zip(others, found, strict=True))
+    for row, state in enumerate(states):
+        state.add(sampled[row].token)
+    return tuple(sampled[row] for row in range(len(states)))
 
 
 def _sample(logits: torch.Tensor, sequences: list[int], states: list[SampleState]) -> tuple[SampledToken, ...]:
@@ -75,7 +91,7 @@ def _sample(logits: torch.Tensor, sequences: list[int], states: list[SampleState
         logits = logits.clone()
         for row, state in zip(logits, states, strict=True):
             _penalize(row, state)
-    tokens = logits.argmax(dim=-1)
+    tokens = argmax(logits)
     random = [row for row, state in enumerate(states) if state.sampling.temperature > 0.0]
     if random:
         tokens[random] = _draw(logits[random], [states[row] for row in random])
@@ -84,6 +100,11 @@ def _sample(logits: torch.Tensor, sequences: list[int], states: list[SampleState
         _report(raw[row], sequence, token, states[row].sampling.logprobs)
         for row, (sequence, token) in enumerate(zip(sequences, chosen, strict=True))
     )
+
+
+def argmax(logits: torch.Tensor) -> torch.Tensor:
+    """By numpy: 20 times as fast as torch's on CPU for a large vocabulary."""
+    return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
 
 
 def _penalize(row: torch.Tensor, state: SampleState) -> None:

@@ -10,9 +10,10 @@ import torch
 
 from workers.comm.base import GroupComm
 from workers.engines.torch.attention import BatchHolder
+from workers.engines.torch.head import ScreenedHead
 from workers.engines.torch.kv import PagedKv
 from workers.engines.torch.memory import TensorRegion
-from workers.engines.torch.sampler import sample
+from workers.engines.torch.sampler import argmax, sample
 from workers.engines.torch.sequences import SequenceTable, StepInputs
 from workers.engines.torch.stage import StageModel
 from workers.engines.torch.threads import ComputeThreads
@@ -95,19 +96,19 @@ class TorchShard:
         return StepDone(step.step, step.group_id, sampled, time.perf_counter() - started)
 
     def _compute_step(self, inputs: StepInputs) -> tuple[SampledToken, ...]:
-        self._holder.batch = inputs.attention
+        self._holder.current = inputs.attention
         try:
             hidden = self._forward(inputs)
         finally:
-            self._holder.batch = None
+            self._holder.current = None
         if not self._stage.is_last:
             self._comm.send_next(hidden)
             return ()
         if not inputs.sample_sequences:
             return ()
         # Every shard of the last stage samples, from the same logits, so that each knows its own last token.
-        logits = self._head(hidden[0].index_select(0, inputs.sample_rows))
-        return sample(logits, inputs.sample_sequences, inputs.sample_states)
+        rows = hidden[0].index_select(0, inputs.sample_rows)
+        return sample(self, rows, inputs.sample_sequences, inputs.sample_states)
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Hidden states after this stage's layers, [1, tokens, hidden]."""
@@ -119,10 +120,15 @@ class TorchShard:
             self._comm.recv_previous(hidden)
         return stage.base(inputs_embeds=hidden, position_ids=inputs.positions, use_cache=False).last_hidden_state
 
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         logits = self._model.lm_head(hidden)
         softcap = getattr(self._model.config, "final_logit_softcapping", None)
         return logits if softcap is None else torch.tanh(logits.float() / softcap) * softcap
+
+    def argmax(self, hidden: torch.Tensor) -> list[int]:
+        """A softcap does not change the order."""
+        head = self._model.lm_head
+        return head.argmax(hidden) if isinstance(head, ScreenedHead) else argmax(head(hidden)).tolist()
 
     def set_threads(self, count: int) -> None:
         """From the next step on."""
