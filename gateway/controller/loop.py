@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
 from gateway.api.records import HEARTBEAT_S, ControllerRecord
+from gateway.api.tasks import cancelled
 from gateway.controller.decision import decide
 from gateway.controller.effects import Effects, StaleFence, Unreachable
 from gateway.controller.model_requests import Checkpoints
@@ -99,10 +100,7 @@ class ControllerLoop:
                 await self._try_pass()
         finally:
             unsubscribe()
-            for task in (heartbeat, self._serving):
-                if task is not None:
-                    task.cancel()
-            await asyncio.gather(*(task for task in (heartbeat, self._serving) if task), return_exceptions=True)
+            await cancelled([heartbeat, self._serving])
             with contextlib.suppress(*LOST):
                 await self._lease.release()
 

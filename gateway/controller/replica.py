@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 
 from gateway.api.runtime import Runtime
+from gateway.api.tasks import cancelled
 from gateway.controller.loop import ControllerLoop
 from gateway.controller.model_requests import Checkpoints
 from gateway.controller.site_effects import SiteEffects
@@ -48,8 +49,7 @@ class ControllerReplica:
         """Ends the passes and lets the next controller begin at once. What runs goes on running."""
         # The loop first: it gives its lease back through the store.
         for task in reversed(self._tasks):
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            await cancelled([task])
         self._tasks = []
         await self._closers.aclose()
 
