@@ -103,9 +103,77 @@ class TargetSpec(Strict):
     weight: int = Field(default=100, ge=0, le=1_000_000)
 
 
+HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
+"""Of an HTTP header or a key of gRPC metadata; both are lower case here."""
+
+
+class CanaryRouteSpec(Strict):
+    """Part of a route's callers get another model. Named callers always do; of the others `percent` in a hundred."""
+
+    model: Name
+    percent: float = Field(default=0.0, ge=0, le=100, description="Of the callers that are not named below.")
+    tenants: tuple[Name, ...] = Field(default=(), description="Tenants that always get it.")
+    headers: dict[HeaderName, str] = Field(default_factory=dict, description="Requests with one of these headers get it.")
+
+    @model_validator(mode="after")
+    def _check(self) -> CanaryRouteSpec:
+        if not (self.percent or self.tenants or self.headers):
+            raise ValueError("a canary needs percent, tenants or headers: else nobody gets it")
+        return self
+
+
+class ShadowSpec(Strict):
+    """A copy of part of the requests goes to another model too. Its answer is dropped, callers never wait for it, it counts in
+    no quota, and it is left out whenever the model has something else to do."""
+
+    model: Name
+    percent: float = Field(default=100.0, gt=0, le=100)
+    concurrency: int = Field(default=4, ge=1, le=256, description="Copies at once, per gateway; more are dropped.")
+
+
+class RouteRuleSpec(Strict):
+    """Requests for which all that is given here holds go to `model`."""
+
+    model: Name
+    min_prompt_tokens: int | None = Field(default=None, ge=1)
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    quality: Literal["fast", "precise"] | None = Field(
+        default=None, description="What the header or metadata `modelyard-quality` of the request says."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> RouteRuleSpec:
+        if self.min_prompt_tokens is None and self.max_prompt_tokens is None and self.quality is None:
+            raise ValueError("a rule needs min_prompt_tokens, max_prompt_tokens or quality")
+        if (self.min_prompt_tokens or 0) > (self.max_prompt_tokens or float("inf")):
+            raise ValueError("min_prompt_tokens is above max_prompt_tokens, so no prompt can fit the rule")
+        return self
+
+
 class RouteSpec(Strict):
+    """A name that clients ask for. It points to models, never to other routes, so routes cannot form a loop."""
+
     targets: tuple[TargetSpec, ...] = Field(min_length=1)
     aliases: tuple[Name, ...] = ()
+    sticky: HeaderName | None = Field(
+        default=None,
+        description="`tenant`, or the name of a header: callers with the same one stay with the same target, and on the same "
+        "side of a canary. Requests without it are spread at random.",
+    )
+    canary: CanaryRouteSpec | None = None
+    rules: tuple[RouteRuleSpec, ...] = Field(default=(), description="The first that holds decides, before the weights.")
+    fallback: tuple[Name, ...] = Field(
+        default=(), description="Models that answer, in this order, while what was chosen and every other target cannot."
+    )
+    shadow: ShadowSpec | None = None
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """Every model that it names."""
+        named = [target.model for target in self.targets]
+        named += [rule.model for rule in self.rules] + list(self.fallback)
+        named += [part.model for part in (self.canary, self.shadow) if part is not None]
+        return tuple(dict.fromkeys(named))
 
     @model_validator(mode="after")
     def _check(self) -> RouteSpec:
@@ -114,6 +182,10 @@ class RouteSpec(Strict):
             raise ValueError("targets name a model twice")
         if not any(target.weight for target in self.targets):
             raise ValueError("at least one target needs a weight above 0")
+        if len(set(self.fallback)) != len(self.fallback):
+            raise ValueError("fallback names a model twice")
+        if self.shadow is not None and self.shadow.model in models:
+            raise ValueError(f"shadow.model {self.shadow.model!r} is a target: it would get the same requests twice")
         return self
 
 
@@ -134,13 +206,27 @@ class PoolSpec(Strict):
 
 
 class QuotaSpec(Strict):
+    """Over the whole site, however many gateways it has. Unused quota is kept for `burst_s`."""
+
     requests_per_s: float | None = Field(default=None, gt=0)
-    tokens_per_s: float | None = Field(default=None, gt=0)
+    tokens_per_s: float | None = Field(default=None, gt=0, description="Tokens of prompts and answers together.")
+    burst_s: float = Field(default=10.0, gt=0, le=3600)
+
+
+KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class TenantSpec(Strict):
+    """Who asks. Known by an API key, or on sites where no tenant has keys by the header `modelyard-tenant`."""
+
+    key_hashes: tuple[KeyHash, ...] = Field(
+        default=(), description="SHA-256 of its API keys, in hexadecimal. Once any tenant has some, every request needs a key."
+    )
     routes: tuple[Name, ...] = Field(default=(), description="Routes it may ask. Empty: all.")
-    weight: int = Field(default=100, ge=1)
+    weight: int = Field(default=100, ge=1, description="Its share of a model, against that of other tenants that wait for it.")
+    priority: int = Field(
+        default=0, ge=-100, le=100, description="Of its requests in queues. A request may ask for less by `modelyard-priority`."
+    )
     quota: QuotaSpec = QuotaSpec()
 
 
@@ -161,6 +247,11 @@ class SiteSpec(Strict):
     listen: ListenSpec = ListenSpec()
     gateways: int = Field(default=1, ge=1, le=64)
     redis: str | None = Field(default=None, description="redis://, rediss:// or redis+sentinel:// URL. Default: embedded.")
+    quotas_without_redis: Literal["allow", "deny", "last"] = Field(
+        default="last",
+        description="While Redis is away: allow: quotas do not count; deny: tenants with a quota are refused; last: each gateway "
+        "goes on at the rate that it was last given.",
+    )
     engines: dict[Literal["trtllm"], EngineSpec] = Field(default_factory=dict)
 
 

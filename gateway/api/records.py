@@ -152,6 +152,10 @@ class Keys:
         """PoolRecord, with TTL."""
         return f"{self.prefix}:pool:{name}"
 
+    def quota(self, tenant: str) -> str:
+        """Hash: what is left of a tenant's quotas, and since when."""
+        return f"{self.prefix}:quota:{tenant}"
+
     def gateway(self, gateway: str) -> str:
         return f"{self.prefix}:gateway:{gateway}"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 SECRET_METADATA_KEY = "modelyard-secret"
@@ -19,6 +21,7 @@ class Runtime(msgspec.Struct, frozen=True):
     grpc_port: int = 50051
     http_port: int = 8000
     version: str = "0.1.0"
+    quotas_without_redis: Literal["allow", "deny", "last"] = "last"
 
     def __repr__(self) -> str:
         return f"Runtime(site={self.site!r}, run_dir={self.run_dir!r}, bind_host={self.bind_host!r})"

@@ -22,14 +22,16 @@ Event = tuple[int, Tokens | End | Hold | Lost]
 class Flight:
     """Written by the link, read by the one task that serves the request. All of a frame is one wakeup."""
 
-    __slots__ = ("_inbox", "_waiter")
+    __slots__ = ("_inbox", "_waiter", "began")
 
     def __init__(self) -> None:
+        self.began = False  # a token has come
         self._inbox: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, index: int, event: Tokens | End | Hold | Lost) -> None:
         self._inbox.append((index, event))
+        self.began = self.began or isinstance(event, Tokens)
         self.wake()
 
     def wake(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from gateway.api.records import PoolRecord
 from gateway.link.pool_link import PoolLink
@@ -27,6 +27,7 @@ class LinkSet:
         self._retired: list[PoolLink] = []
         self._changed: asyncio.Future[None] | None = None
         self._held_at: dict[str, float] = {}  # model -> when a pool last held it
+        self.on_load: Callable[[str], None] = lambda model: None  # a pool told its load of a model
 
     def reconcile(self, records: Mapping[str, PoolRecord]) -> None:
         for pool in [pool for pool in self._links if pool not in records]:
@@ -37,7 +38,13 @@ class LinkSet:
                 self._retire(pool, "its driver was restarted")
                 link = None
             if link is None:
-                self._links[pool] = PoolLink(record, gateway=self._gateway, secret=self._secret, on_change=self._announce)
+                self._links[pool] = PoolLink(
+                    record,
+                    gateway=self._gateway,
+                    secret=self._secret,
+                    on_change=self._announce,
+                    on_load=lambda model: self.on_load(model),
+                )
             else:
                 link.update(record)
         now = asyncio.get_running_loop().time()
@@ -49,6 +56,15 @@ class LinkSet:
         """Links to the pools that can take a request for the model: those with a ready group, else those with a parked one."""
         links = [link for link in self._links.values() if link.ready_groups(model)]
         return links or [link for link in self._links.values() if link.groups(model, "parked")]
+
+    def rotation(self, model: str) -> list[PoolLink]:
+        """Of these, the ones that can be asked now: connected, and not stuck."""
+        return [link for link in self.holding(model) if link.up and not link.is_stuck]
+
+    def look(self) -> None:
+        """Lets go of what waits for links that are stuck; called now and then."""
+        for link in self._links.values():
+            _ = link.is_stuck
 
     def held_lately(self, model: str, within_s: float) -> bool:
         """Whether a pool held it so short a time ago that its driver may only be restarting."""

@@ -16,10 +16,15 @@ from gateway.api.proto.pool_pb2 import DownFrame, Submit, UpFrame
 from gateway.api.proto.pool_pb2_grpc import PoolLinkStub
 from gateway.api.records import PoolRecord
 from gateway.api.runtime import SECRET_METADATA_KEY
+from gateway.api.tasks import cancelled
 from gateway.link.flight import Flight, Lost
 
 log = logging.getLogger(__name__)
 
+STUCK_S = 20.0
+"""Requests in flight, not all of them held, and nothing computed for so long: the replica is stuck. One step on a loaded CPU may
+take seconds."""
+PROBE_S = 5.0
 FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
 
@@ -33,12 +38,22 @@ class PoolLink:
     - When the stream breaks, every flight on it gets Lost at once, and the link connects again with growing pauses.
     - `retire` ends that: a retired link takes no new requests, keeps what is in flight, and closes when the last ended or
       the stream breaks.
+    - Health is forward progress (rule 11): see `is_stuck`. A link that was stuck is asked for one token each PROBE_S, and is in
+      the rotation again when anything at all is computed.
     - Submits and cancels that come up while a frame is being written leave together in the next one.
 
     All methods belong to the loop that made it.
     """
 
-    def __init__(self, record: PoolRecord, *, gateway: str, secret: str, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        record: PoolRecord,
+        *,
+        gateway: str,
+        secret: str,
+        on_change: Callable[[], None],
+        on_load: Callable[[str], None] = lambda model: None,
+    ) -> None:
         self.pool = record.pool
         self.endpoint = record.endpoint
         self.incarnation = record.incarnation
@@ -48,10 +63,18 @@ class PoolLink:
         self._gateway = gateway
         self._secret = secret
         self._on_change = on_change
+        self._on_load = on_load
         self._states: dict[str, Counter[str]] = {}
         self._reported: dict[str, int] = {}  # outstanding tokens by model, as the driver last said
         self._sent: dict[str, int] = {}  # tokens submitted since it said so
+        self._sequences: dict[str, int] = {}  # those that run or wait there, by model, as the driver last said
+        self._sent_sequences: dict[str, int] = {}
+        self._waiting: dict[str, int] = {}
         self._flights: dict[int, tuple[Flight, int]] = {}
+        self._held: set[int] = set()  # of the flights, those whose model is being brought in
+        self._progress_s = 0.0
+        self._stuck = False
+        self._probe: asyncio.Task[None] | None = None
         self._next_id = 1
         self._outbox = UpFrame()
         self._outbox_ready = asyncio.Event()
@@ -63,13 +86,15 @@ class PoolLink:
     def update(self, record: PoolRecord) -> None:
         """Takes over a newer heartbeat of the same incarnation."""
         states: dict[str, Counter[str]] = {}
-        reported: dict[str, int] = {}
+        reported, sequences, waiting = Counter[str](), Counter[str](), Counter[str]()
         for group in record.groups:
             states.setdefault(group.model, Counter())[group.state] += 1
-            reported[group.model] = reported.get(group.model, 0) + group.outstanding_tokens
+            reported[group.model] += group.outstanding_tokens
+            sequences[group.model] += group.running + group.waiting
+            waiting[group.model] += group.waiting
         self._states = states
-        if not self.up:  # frames are fresher than heartbeats
-            self._reported = reported
+        if not self.up or not self._flights:  # frames are fresher than heartbeats, and come only with requests
+            self._reported, self._sequences, self._waiting = reported, sequences, waiting
 
     def groups(self, model: str, state: str) -> int:
         counter = self._states.get(model)
@@ -86,6 +111,36 @@ class PoolLink:
     def outstanding_tokens(self, model: str) -> int:
         return self._reported.get(model, 0) + self._sent.get(model, 0)
 
+    def sequences(self, model: str) -> int:
+        """Those that run or wait in the pool, of all gateways, with what this one sent since it was last told."""
+        return self._sequences.get(model, 0) + self._sent_sequences.get(model, 0)
+
+    def waiting(self, model: str) -> int:
+        return self._waiting.get(model, 0)
+
+    @property
+    def is_stuck(self) -> bool:
+        """Out of the rotation: there are requests in flight that should compute, and nothing has come for STUCK_S; from then
+        on until something was computed."""
+        if not self._stuck and len(self._flights) > len(self._held):
+            silent_s = asyncio.get_running_loop().time() - self._progress_s
+            if silent_s > STUCK_S:
+                self._stuck = True
+                self.reason = f"no step for {silent_s:.0f} s with {len(self._flights)} requests in flight"
+                log.warning("pool %s leaves the rotation: %s", self.pool, self.reason)
+                self._let_go_of_unbegun()
+                self._probe = asyncio.create_task(self._ask_for_progress(), name=f"link-{self.pool}-probe")
+                self._on_change()
+        return self._stuck
+
+    def _let_go_of_unbegun(self) -> None:
+        """Requests of which nothing was heard yet may be answered elsewhere (rule 9)."""
+        held = {self._flights[sequence][0] for sequence in self._held if sequence in self._flights}
+        unbegun = {flight for flight, _ in self._flights.values() if not flight.began} - held
+        self.cancel([sequence for sequence, (flight, _) in self._flights.items() if flight in unbegun])
+        for flight in unbegun:
+            flight.push(-1, Lost(f"pool `{self.pool}`: {self.reason}"))
+
     @property
     def in_flight(self) -> int:
         return len(self._flights)
@@ -100,11 +155,14 @@ class PoolLink:
         if not self.up or self.retired:
             raise unavailable(f"pool `{self.pool}` is not connected: {self.reason}")
         ids = []
+        if not self._flights:
+            self._progress_s = asyncio.get_running_loop().time()
         for index, submit in enumerate(submits):
             submit.id = self._next_id
             self._next_id += 1
             self._flights[submit.id] = (flight, index)
             self._sent[submit.model] = self._sent.get(submit.model, 0) + len(submit.prompt_ids) + submit.max_tokens
+            self._sent_sequences[submit.model] = self._sent_sequences.get(submit.model, 0) + 1
             ids.append(submit.id)
         self._outbox.submits.extend(submits)
         self._outbox_ready.set()
@@ -113,6 +171,7 @@ class PoolLink:
     def cancel(self, ids: Sequence[int]) -> None:
         """Stops those of these sequences that still run. Their flight hears nothing more of them."""
         running = [sequence for sequence in ids if self._flights.pop(sequence, None) is not None]
+        self._held.difference_update(running)
         if running and self.up:
             self._outbox.cancels.extend(running)
             self._outbox_ready.set()
@@ -131,8 +190,7 @@ class PoolLink:
         """Ends the stream now; what is in flight is lost."""
         self.retired = True
         self.reason = reason
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await cancelled([self._task, self._probe])
 
     @property
     def closed(self) -> bool:
@@ -177,26 +235,34 @@ class PoolLink:
             except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
                 self._lose(f"pool `{self.pool}` at {self.endpoint}: {_describe(error)}")
             finally:
-                if writer is not None:
-                    writer.cancel()
-                    await asyncio.gather(writer, return_exceptions=True)
+                await cancelled([writer])
                 call.cancel()
 
     async def _read(self, call: LinkCall) -> None:
         flights = self._flights
         async for frame in call:
+            if frame.tokens or frame.ends:
+                self._progress()
             for tokens in frame.tokens:
+                if self._held:
+                    self._held.discard(tokens.id)
                 if (entry := flights.get(tokens.id)) is not None:
                     entry[0].push(entry[1], tokens)
             for hold in frame.holds:
                 if (entry := flights.get(hold.id)) is not None:
+                    self._held.add(hold.id)
                     entry[0].push(entry[1], hold)
             for end in frame.ends:
+                self._held.discard(end.id)
                 if (entry := flights.pop(end.id, None)) is not None:
                     entry[0].push(entry[1], end)
             for load in frame.loads:
                 self._reported[load.model] = load.outstanding_tokens
+                self._sequences[load.model] = load.running + load.waiting
+                self._waiting[load.model] = load.waiting
                 self._sent.pop(load.model, None)
+                self._sent_sequences.pop(load.model, None)
+                self._on_load(load.model)
             if frame.ends:
                 self._close_when_idle()
 
@@ -212,11 +278,42 @@ class PoolLink:
             # The reader sees the same end and tells the flights.
             log.debug("link to pool %s: write failed: %s", self.pool, _describe(error))
 
+    def _progress(self) -> None:
+        self._progress_s = asyncio.get_running_loop().time()
+        if self._stuck:
+            self._stuck = False
+            log.info("pool %s is back in the rotation", self.pool)
+            if self._probe is not None:
+                self._probe.cancel()
+                self._probe = None
+            self._on_change()
+
+    async def _ask_for_progress(self) -> None:
+        """Until it is cancelled: asks for one token of each ready model, of which one is enough."""
+        while self.up and not self.retired:
+            models = [model for model, states in self._states.items() if states["ready"]]
+            probes = [Submit(model=model, prompt_ids=[0], max_tokens=1, ignore_eos=True, shadow=True) for model in models]
+            for probe in probes:
+                probe.request_id = f"probe of {self._gateway}"
+                probe.sampling.top_p = probe.sampling.repetition_penalty = 1.0
+                probe.sampling.logprobs = -1
+            ids = self.submit(Flight(), probes)
+            try:
+                await asyncio.sleep(PROBE_S)
+            finally:
+                self.cancel(ids)
+
     def _lose(self, reason: str) -> None:
         was_up, self.up = self.up, False
         self.reason = reason
         flights, self._flights = {flight for flight, _ in self._flights.values()}, {}
         self._sent.clear()
+        self._sent_sequences.clear()
+        self._held.clear()
+        self._stuck = False
+        if self._probe is not None:
+            self._probe.cancel()
+            self._probe = None
         for flight in flights:
             flight.push(-1, Lost(reason))
         if was_up:

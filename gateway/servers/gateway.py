@@ -10,13 +10,14 @@ import random
 import socket
 import time
 import uuid
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
+from gateway.admission.quotas import Quotas
 from gateway.api.records import HEARTBEAT_S, HEARTBEAT_TTL_S, GatewayRecord
 from gateway.api.runtime import Runtime
+from gateway.api.tasks import cancelled
 from gateway.link.link_set import LinkSet
 from gateway.servers import ports
 from gateway.servers.admin_service import AdminService
@@ -55,8 +56,11 @@ class Gateway:
         self._store = SiteStore(runtime.redis_url, runtime.site)
         self._links = LinkSet(gateway=self._id, secret=runtime.secret)
         self._library = TextLibrary(load_text or checkpoint_loader(Path(runtime.cache_dir)))
-        self._path = GenerationPath(self.view, self._library, self._links, random.Random())
+        self._quotas = Quotas(self.view, self._store, runtime.quotas_without_redis)
+        self._path = GenerationPath(self.view, self._library, self._links, random.Random(), self._quotas)
         self._metrics = GatewayMetrics(self.view)
+        self._metrics.queued.set_function(lambda: float(self._path.gate.waiting))
+        self._path.shadows.outcomes = self._metrics.shadows
         self._health = HealthService(self._path, (INFERENCE_NAME, ADMIN_NAME))
         self.servers = PublicServers(
             run_dir=Path(runtime.run_dir),
@@ -76,6 +80,7 @@ class Gateway:
             self._runtime.secret,
         )
         self._spawn(SiteFeed(self.view, self._store).run(), "site-feed")
+        self._spawn(self._quotas.run(), "quotas")
         self._spawn(self._heartbeat(), "heartbeat")
         self._spawn(self._accept_when_synced(), "first-snapshot")
         host = self.servers.host
@@ -103,6 +108,7 @@ class Gateway:
             await self._forget()
             await asyncio.sleep(min(ANNOUNCE_S, drain_s))
         await self.servers.stop(drain_s)
+        await self._path.shadows.close()
         await cancelled(self._tasks)
         await self._links.close()
         await self._store.close()
@@ -114,6 +120,7 @@ class Gateway:
         """After each change of the view."""
         self._links.reconcile(self.view.pools)
         self._library.prefetch(self.view.models)
+        self._quotas.tenants_changed()
         self._health.refresh()
 
     async def _accept_when_synced(self) -> None:
@@ -137,6 +144,7 @@ class Gateway:
                 if known:
                     log.warning("heartbeat is not heard: %s", error)
                 known = False
+            self._links.look()
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _forget(self) -> None:
@@ -162,12 +170,3 @@ class Gateway:
             degraded=self.view.degraded,
             version=self._runtime.version,
         )
-
-
-async def cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
-    """Cancels until all have ended: a cancellation that falls into the connecting of the redis client is lost there."""
-    pending = set(tasks)
-    while pending:
-        for task in pending:
-            task.cancel()
-        _, pending = await asyncio.wait(pending, timeout=0.2)

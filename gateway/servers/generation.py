@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from collections.abc import Awaitable
+from dataclasses import dataclass, replace
 
+from gateway.admission.caller import Caller, identify
+from gateway.admission.gate import Ticket
 from gateway.api.errors import ErrorCode, YardError, unavailable
 from gateway.api.proto.pool_pb2 import End, Hold, Submit, Tokens
 from gateway.link.flight import Flight, Lost
 from gateway.link.pool_link import PoolLink
 from gateway.routing import route_table
+from gateway.routing.ask import Ask
 from gateway.servers.choice_stream import ChoiceDelta, ChoiceStream
 from gateway.servers.generation_path import RETRY_AFTER_S, GenerationPath
 from gateway.servers.request import UINT64, GenerationRequest, answer_budget, check, check_ids, check_length, resolved_sampling
@@ -35,10 +39,12 @@ class Generation:
         await generation.start()
         while (news := await generation.receive()) is not None: …
 
-    1. `start` resolves the route, tokenizes, checks, chooses a pool and submits one sequence per choice.
+    1. `start` finds out who asks, resolves the route, tokenizes, checks, takes of the tenant's quota, waits its turn, chooses a
+       pool and submits one sequence per choice.
     2. `receive` gives what is new of the choices, a Hold while the model is being brought in, and None at the end.
     3. A replica that is lost (or has no room, if there is another) before the first token is replaced, once (rule 9); when
-       the model has no other, the route is asked again, so a switch of it costs no request.
+       the model has no other, the route is asked again for another model: its new target after a switch, another target, or
+       its fallback.
     4. `close` may be called at any time, also before or during `start`, and more than once: what runs is cancelled at
        once (rule 10). Whoever makes a Generation closes it.
 
@@ -63,6 +69,11 @@ class Generation:
         self._ids: list[int] = []
         self._retried = False
         self._started = False
+        self._caller = Caller()
+        self._ask = Ask()
+        self._ticket: Ticket | None = None
+        self._entering: asyncio.Future[Ticket] | None = None
+        self._charged = False
 
     @property
     def model(self) -> str:
@@ -79,7 +90,7 @@ class Generation:
         try:
             check(self.request)
             async with asyncio.timeout_at(self.request.deadline):
-                await self._aim(self._path.resolve(self.request.model))
+                await self._admit()
                 await self._launch(None)
         except TimeoutError as error:
             self.close()
@@ -87,6 +98,45 @@ class Generation:
         except BaseException:
             self.close()
             raise
+
+    async def _admit(self) -> None:
+        path, request = self._path, self.request
+        if request.shadow:
+            await self._aim(path.resolve(request.model))
+            return
+        self._caller = identify(path.view, request.headers)
+        self._ask = path.ask(self._caller)
+        resolved = path.resolve(request.model, self._ask)
+        self._caller.check_route(request.model, resolved.route)
+        await self._aim(resolved)
+        if route_table.needs_length(path.view, request.model):
+            # Counted with the tokenizer of the model that answers when no rule holds.
+            self._ask = replace(self._ask, prompt_tokens=self.usage.prompt_tokens)
+            resolved = path.resolve(request.model, self._ask)
+            if resolved.model != self.model:
+                await self._aim(resolved)
+            self.resolved = resolved
+        if path.quotas is not None:
+            await path.quotas.admit(self._caller, self.usage.prompt_tokens)
+            self._charged = True
+        cost = (self.usage.prompt_tokens + self._submits[0].max_tokens) * request.n
+        entering = path.gate.enter(self.model, self._caller, count=request.n, cost=cost, deadline=request.deadline)
+        self._ticket = await self._unless_closed(entering)
+        if resolved.shadow is not None:
+            path.shadows.offer(request, resolved.shadow)
+
+    async def _unless_closed(self, entering: Awaitable[Ticket]) -> Ticket:
+        """A client that leaves while it waits gives its place up at once (rule 10)."""
+        task = asyncio.ensure_future(entering)
+        self._entering = task
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._closed:
+                raise YardError(ErrorCode.CANCELLED, "the client left") from None
+            raise
+        finally:
+            self._entering = None
 
     async def _aim(self, resolved: route_table.Resolved) -> None:
         """Makes the sequences for one model, ready to be sent."""
@@ -124,8 +174,10 @@ class Generation:
                 sampling=sampling,
                 stop_token_ids=request.stop_token_ids,
                 ignore_eos=request.ignore_eos,
-                tenant=request.tenant,
-                priority=resolved.entry.spec.priority,
+                tenant=self._caller.tenant,
+                tenant_weight=self._caller.spec.weight,
+                priority=resolved.entry.spec.priority + self._caller.priority,
+                shadow=request.shadow,
                 request_id=request.request_id,
                 traceparent=request.traceparent,
             )
@@ -139,7 +191,8 @@ class Generation:
         while True:
             self._check_running()
             holding = links.holding(model)
-            link = self._path.choice.choose([link for link in holding if link.up and link is not avoid], model)
+            candidates = [link for link in links.rotation(model) if link is not avoid]
+            link = self._path.choice.choose(candidates, model, self._submits[0].prompt_ids)
             if link is not None:
                 self._submit(link)
                 return
@@ -231,9 +284,9 @@ class Generation:
         """Another try, if it is the first failure and no token came yet; else the error."""
         link = self._link
         self._drop_sequences()
-        elsewhere = any(other.up and other is not link for other in self._path.links.holding(self.model))
+        elsewhere = any(other is not link for other in self._path.links.rotation(self.model))
         retryable = error.code is ErrorCode.UNAVAILABLE or (error.code is ErrorCode.EXHAUSTED and elsewhere)
-        if self._started or self._retried or not retryable:
+        if self._started or self._retried or self.request.shadow or not retryable:
             self.close()
             raise error
         self._retried = True
@@ -251,8 +304,10 @@ class Generation:
 
     async def _follow_route(self) -> None:
         """The route may have been switched since the request came, or have another target that can answer."""
-        resolved = self._path.resolve(self.request.model)
-        if resolved.model != self.model and self._path.ready(resolved.model):
+        resolved = self._path.resolve(self.request.model, self._ask)
+        if resolved.model == self.model:
+            resolved = self._path.resolve(self.request.model, self._ask, avoid=self.model)
+        if resolved.model != self.model and self._path.links.rotation(resolved.model):
             await self._aim(resolved)
 
     # ---------------------------------------------------------------- ending
@@ -263,7 +318,13 @@ class Generation:
         self._closed = True
         if self._timer is not None:
             self._timer.cancel()
+        if self._entering is not None:
+            self._entering.cancel()
         self._drop_sequences()
+        if self._ticket is not None:
+            self._ticket.leave()
+        if self._charged and self._path.quotas is not None:
+            self._path.quotas.charge(self._caller, self.tokens)
         self._flight.wake()
 
     def _drop_sequences(self) -> None:

@@ -4,31 +4,54 @@ from __future__ import annotations
 
 import random
 
+from gateway.admission.caller import Caller
+from gateway.admission.gate import Gate
+from gateway.admission.quotas import Quotas
 from gateway.api.errors import YardError, unavailable
 from gateway.link.link_set import LinkSet
 from gateway.link.pool_link import PoolLink
 from gateway.routing import route_table
-from gateway.routing.replica_choice import PowerOfTwoChoice
+from gateway.routing.ask import Ask
+from gateway.routing.replica_choice import ReplicaChoice
+from gateway.servers.shadow_traffic import ShadowTraffic
 from gateway.state.view import SiteView
 from gateway.text.library import RETRY_FAILED_S, TextLibrary
 from gateway.text.model_text import ModelText
 
 RETRY_AFTER_S = 2.0
+OVERCOMMIT = 2
+"""Sequences let through to a pool, for each that it computes at once: enough wait there that no step runs half empty, and few
+enough that the order is still decided here."""
 
 
 class GenerationPath:
-    """One per gateway."""
+    """One per gateway. Without `quotas` none are counted."""
 
-    def __init__(self, view: SiteView, library: TextLibrary, links: LinkSet, rng: random.Random) -> None:
+    def __init__(
+        self, view: SiteView, library: TextLibrary, links: LinkSet, rng: random.Random, quotas: Quotas | None = None
+    ) -> None:
         self.view = view
         self.library = library
         self.links = links
         self.rng = rng
-        self.choice = PowerOfTwoChoice[PoolLink](rng)
+        self.choice = ReplicaChoice[PoolLink](rng)
+        self.quotas = quotas
+        self.gate = Gate(self._room, self._queue_limit)
+        self.shadows = ShadowTraffic(self)
+        links.on_load = self.gate.pump
 
-    def resolve(self, name: str) -> route_table.Resolved:
-        """YardError(NOT_FOUND) when nothing has this name."""
-        return route_table.resolve(self.view, name, ready=self.ready, pick=self.rng.random())
+    def resolve(self, name: str, ask: Ask | None = None, *, avoid: str | None = None) -> route_table.Resolved:
+        """YardError(NOT_FOUND) when nothing has this name. `avoid`: a model that has just failed to answer."""
+        return route_table.resolve(
+            self.view,
+            name,
+            ready=lambda model: model != avoid and bool(self.links.rotation(model)),
+            ask=ask or Ask(pick=self.rng.random()),
+        )
+
+    def ask(self, caller: Caller) -> Ask:
+        """What routes look at of a request, before its tokens are counted."""
+        return Ask(caller.tenant, caller.headers, caller.quality, pick=self.rng.random(), shadow_pick=self.rng.random())
 
     async def text(self, resolved: route_table.Resolved) -> ModelText:
         """YardError(UNAVAILABLE) when this gateway cannot read the model's tokenizer, which is no fault of the request."""
@@ -52,6 +75,20 @@ class GenerationPath:
 
     def ready(self, model: str) -> bool:
         return bool(self.links.holding(model))
+
+    def _room(self, model: str, inside: int) -> int | None:
+        """Sequences that its pools would compute, and as many that wait there, less what is there or on its way."""
+        entry = self.view.models.get(model)
+        links = self.links.rotation(model)
+        if entry is None or not links:
+            return None  # whoever is let through waits for a replica, or is told why there is none
+        groups = sum(link.ready_groups(model) or link.groups(model, "parked") for link in links)
+        there = sum(link.sequences(model) for link in links)
+        return OVERCOMMIT * entry.spec.limits.concurrency * groups - max(there, inside)
+
+    def _queue_limit(self, model: str) -> int:
+        entry = self.view.models.get(model)
+        return 0 if entry is None else entry.spec.limits.queue * max(1, self.view.ready_groups(model))
 
     def why_unavailable(self, model: str) -> YardError:
         groups = self.view.groups(model)

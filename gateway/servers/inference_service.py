@@ -10,6 +10,7 @@ from typing import NoReturn, TypeVar
 
 import grpc
 
+from gateway.admission.caller import identify
 from gateway.api.errors import ErrorCode, YardError
 from gateway.api.proto.inference_pb2 import (
     ChatRequest,
@@ -126,6 +127,7 @@ class InferenceService(InferenceServicer):
 
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
         async def answer() -> TokenizeResponse:
+            identify(self._path.view, _headers(context))
             resolved = self._path.resolve(request.model)
             text = await self._path.text(resolved)
             if request.messages:
@@ -142,6 +144,7 @@ class InferenceService(InferenceServicer):
 
     async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
         async def answer() -> DetokenizeResponse:
+            identify(self._path.view, _headers(context))
             text = await self._path.text(self._path.resolve(request.model))
             check_ids(request.ids, text.vocabulary_size, "ids")
             return DetokenizeResponse(text=text.decode(request.ids, skip_special_tokens=request.skip_special_tokens))
@@ -149,6 +152,10 @@ class InferenceService(InferenceServicer):
         return await _answered(answer(), context)
 
     async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
+        try:
+            identify(self._path.view, _headers(context))
+        except YardError as error:
+            await abort(context, error)
         return ListModelsResponse(models=[self._info(route) for route in route_table.names(self._path.view)])
 
     def _info(self, route: route_table.RouteEntry) -> ModelInfo:
@@ -224,6 +231,7 @@ async def _answered(answer: Awaitable[T], context: Context) -> T:
 
 def _request(request: GenerateRequest | ChatRequest, context: Context) -> GenerationRequest:
     remaining_s = context.time_remaining()
+    headers = _headers(context)
     sampling = request.sampling
     result = GenerationRequest(
         model=request.model,
@@ -237,7 +245,8 @@ def _request(request: GenerateRequest | ChatRequest, context: Context) -> Genera
         logprobs=request.logprobs if request.HasField("logprobs") else None,
         return_token_ids=request.return_token_ids,
         deadline=None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s,
-        traceparent=_metadata(context, "traceparent"),
+        traceparent=headers.get("traceparent", ""),
+        headers=headers,
     )
     if isinstance(request, ChatRequest):
         result.messages = _messages(request.messages)
@@ -248,11 +257,10 @@ def _request(request: GenerateRequest | ChatRequest, context: Context) -> Genera
     return result
 
 
-def _metadata(context: Context, name: str) -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == name:
-            return value if isinstance(value, str) else value.decode("latin-1")
-    return ""
+def _headers(context: Context) -> dict[str, str]:
+    return {
+        key: value if isinstance(value, str) else value.decode("latin-1") for key, value in context.invocation_metadata() or ()
+    }
 
 
 def _messages(messages: Iterable[Message]) -> list[dict[str, str]]:

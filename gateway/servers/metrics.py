@@ -37,6 +37,10 @@ class GatewayMetrics:
             buckets=(*_WAIT_BUCKETS_S, 120, 300),
             registry=self.registry,
         )
+        self.shadows = Counter(
+            "modelyard_shadow_requests", "Copies for models on trial, by outcome.", ("model", "outcome"), registry=self.registry
+        )
+        self.queued = Gauge("modelyard_requests_queued", "Requests that wait for their turn here.", registry=self.registry)
         degraded = Gauge(
             "modelyard_degraded", "1 while the site's state cannot be read and the last is served.", registry=self.registry
         )

@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
+from gateway.admission.caller import identify
 from gateway.api.errors import ErrorCode, YardError, invalid
 from gateway.api.grpc_options import MAX_MESSAGE_BYTES
 from gateway.api.proto.pool_pb2 import Hold
@@ -63,10 +64,12 @@ class _SiteEndpoints:
         self._health = health
 
     async def models(self, request: Request) -> Response:
+        identify(self._path.view, dict(request.headers))
         data = [self._model(route) for route in route_table.names(self._path.view)]
         return self._json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
+        identify(self._path.view, dict(request.headers))
         name = request.path_params["name"]
         resolved = self._path.resolve(name)
         route = self._path.view.resolve(resolved.route)
@@ -117,6 +120,9 @@ class GenerationEndpoint:
         try:
             body = parse_body(await _read_body(receive))
             request = self._parse(body, request_id, _deadline(headers), headers.get("traceparent", ""))
+            plain = dict(headers)
+            for generation in request.generations:
+                generation.headers = plain
         except YardError as error:
             self._metrics.requests.labels("http", self._route_of(locals().get("body")), error.code.value).inc()
             await reply.error(error)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,8 +53,9 @@ class GenerationRequest:
     logprobs: int | None = None
     return_token_ids: bool = False
     deadline: float | None = None
-    tenant: str = ""
     traceparent: str = ""
+    headers: Mapping[str, str] = field(default_factory=dict)  # lower case: who asks, and what routes look at
+    shadow: bool = False  # a copy of another request
     names: dict[str, str] = field(default_factory=dict)
 
     def named(self, name: str) -> str:

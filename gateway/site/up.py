@@ -228,6 +228,7 @@ class _Start:
             bind_host="127.0.0.1" if self._site.is_loopback else "node",
             grpc_port=self.state.grpc_port,
             http_port=self.state.http_port,
+            quotas_without_redis=self._site.spec.quotas_without_redis,
         )
 
     def _wait_for_gateway(self, client: SiteClient) -> None:

@@ -36,11 +36,10 @@ def problems_of_writes(site: Site, written: Iterable[ObjectKey]) -> list[Problem
             case ModelSpec():
                 found += _missing(key, "spec.pools", spec.pools, "Pool", {name for kind, name in site if kind == "Pool"})
             case RouteSpec():
-                targets = [target.model for target in spec.targets]
-                models = {name for kind, name in site if kind == "Model"}
-                found += _missing(key, "spec.targets", targets, "Model", models)
+                found += _route_problems(key, spec, site)
             case TenantSpec():
                 found += _missing(key, "spec.routes", spec.routes, "Route", set(owners))
+                found += _key_problems(key, spec, site)
     return found
 
 
@@ -61,7 +60,9 @@ def _references(kind: str, spec: object) -> tuple[str, ...]:
     """Names of objects of `kind` that a spec points to."""
     match kind, spec:
         case "Model", RouteSpec():
-            return tuple(target.model for target in spec.targets)
+            return spec.models
+        case "Tenant", RouteSpec():
+            return spec.canary.tenants if spec.canary else ()
         case "Model" | "Route", TenantSpec():
             return spec.routes
         case "Pool", ModelSpec():
@@ -93,6 +94,31 @@ def _name_problems(key: ObjectKey, spec: object, owners: dict[str, list[str]]) -
             message = f"the name {name!r} is taken by {others[0]}; models, routes and aliases share one namespace, choose another"
             found.append(Problem(f"{key}: {path}", message))
     return found
+
+
+def _route_problems(key: ObjectKey, spec: RouteSpec, site: Site) -> list[Problem]:
+    models = {name for kind, name in site if kind == "Model"}
+    found = _missing(key, "spec.targets", [target.model for target in spec.targets], "Model", models)
+    found += _missing(key, "spec.rules", [rule.model for rule in spec.rules], "Model", models)
+    found += _missing(key, "spec.fallback", spec.fallback, "Model", models)
+    if spec.canary is not None:
+        found += _missing(key, "spec.canary.model", [spec.canary.model], "Model", models)
+        found += _missing(key, "spec.canary.tenants", spec.canary.tenants, "Tenant", {n for kind, n in site if kind == "Tenant"})
+    if spec.shadow is not None:
+        found += _missing(key, "spec.shadow.model", [spec.shadow.model], "Model", models)
+    return found
+
+
+def _key_problems(key: ObjectKey, spec: TenantSpec, site: Site) -> list[Problem]:
+    """A key must say who asks."""
+    others = [
+        str(other)
+        for other, manifest in sorted(site.items())
+        if other != key and isinstance(manifest.spec, TenantSpec) and set(spec.key_hashes) & set(manifest.spec.key_hashes)
+    ]
+    if not others:
+        return []
+    return [Problem(f"{key}: spec.key_hashes", f"{others[0]} has one of these keys too; give each tenant keys of its own")]
 
 
 def _missing(key: ObjectKey, path: str, names: Iterable[str], kind: str, known: set[str]) -> list[Problem]:

@@ -40,6 +40,7 @@ class RouteEntry:
     targets: tuple[tuple[str, int], ...]  # (model, weight)
     aliases: tuple[str, ...] = ()
     implicit: bool = False
+    spec: RouteSpec | None = None  # None of an implicit one
 
 
 class SiteView:
@@ -55,6 +56,7 @@ class SiteView:
         self.routes: dict[str, RouteEntry] = {}
         self.aliases: dict[str, str] = {}  # alias -> route name
         self.tenants: dict[str, TenantSpec] = {}
+        self.key_owners: dict[str, str] = {}  # SHA-256 of an API key -> tenant
         self.desired_pools: dict[str, PoolEntry] = {}
         self.pools: dict[str, PoolRecord] = {}  # heartbeats that have not expired
         self.gateways: dict[str, GatewayRecord] = {}
@@ -112,7 +114,7 @@ class SiteView:
                     self.desired_pools[key.name] = PoolEntry(spec, stored.generation)
                 case RouteSpec():
                     targets = tuple((target.model, target.weight) for target in spec.targets)
-                    self.routes[key.name] = RouteEntry(key.name, stored.generation, targets, spec.aliases)
+                    self.routes[key.name] = RouteEntry(key.name, stored.generation, targets, spec.aliases, spec=spec)
                 case TenantSpec():
                     self.tenants[key.name] = spec
                 case _:
@@ -120,6 +122,7 @@ class SiteView:
                     _keep(key, (("Model", models, self.models), ("Route", routes, self.routes)))
                     _keep(key, (("Tenant", tenants, self.tenants), ("Pool", pools, self.desired_pools)))
         self.aliases = {alias: route.name for route in self.routes.values() for alias in route.aliases}
+        self.key_owners = {digest: name for name, tenant in self.tenants.items() for digest in tenant.key_hashes}
         self._synced.set()
         self._notify()
 

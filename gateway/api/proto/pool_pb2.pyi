@@ -17,7 +17,7 @@ class UpFrame(_message.Message):
     def __init__(self, gateway: _Optional[str] = ..., submits: _Optional[_Iterable[_Union[Submit, _Mapping]]] = ..., cancels: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("id", "model", "prompt_ids", "max_tokens", "sampling", "stop_token_ids", "ignore_eos", "timeout_ms", "tenant", "priority", "request_id", "traceparent")
+    __slots__ = ("id", "model", "prompt_ids", "max_tokens", "sampling", "stop_token_ids", "ignore_eos", "timeout_ms", "tenant", "priority", "request_id", "traceparent", "shadow", "tenant_weight")
     ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,8 @@ class Submit(_message.Message):
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    SHADOW_FIELD_NUMBER: _ClassVar[int]
+    TENANT_WEIGHT_FIELD_NUMBER: _ClassVar[int]
     id: int
     model: str
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -42,7 +44,9 @@ class Submit(_message.Message):
     priority: int
     request_id: str
     traceparent: str
-    def __init__(self, id: _Optional[int] = ..., model: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    shadow: bool
+    tenant_weight: int
+    def __init__(self, id: _Optional[int] = ..., model: _Optional[str] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., timeout_ms: _Optional[int] = ..., tenant: _Optional[str] = ..., priority: _Optional[int] = ..., request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., shadow: _Optional[bool] = ..., tenant_weight: _Optional[int] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
     __slots__ = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed", "logprobs")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import grpc
@@ -54,7 +54,7 @@ class LoneGateway:
         """Serves the models of the pools, each linked."""
         self.view.subscribe(self._follow)
         for model in self.texts:
-            self.put("Model", model, {"source": f"file:{self.texts[model]}"})
+            self.put_model(model)
         for pool in pools:
             await pool.start()
             self.observe(pool)
@@ -71,6 +71,10 @@ class LoneGateway:
         self.links.reconcile(self.view.pools)
         self.library.prefetch(self.view.models)
         self.health.refresh()
+
+    def put_model(self, model: str, concurrency: int = 64, queue: int = 256) -> None:
+        limits = {"concurrency": concurrency, "queue": queue}
+        self.put("Model", model, {"source": f"file:{self.texts[model]}", "limits": limits})
 
     def put(self, kind: str, name: str, spec: dict) -> None:
         self._revision += 1
@@ -120,9 +124,19 @@ class LoneGateway:
         if self._channel is not None:
             await self._channel.close()
         await self.servers.stop(0.0)
+        await self.path.shadows.close()
         await self.links.close()
         for pool in self.pools.values():
             await pool.stop()
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+    """For what announces itself nowhere."""
+    for _ in range(int(timeout_s * 100)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise TimeoutError(f"the condition did not hold within {timeout_s} s")
 
 
 def ids_of(directory: Path, text: str) -> list[int]:

@@ -23,7 +23,8 @@ from gateway.api.proto.admin_pb2_grpc import AdminStub
 from gateway.api.proto.inference_pb2_grpc import InferenceStub
 from gateway.api.records import GatewayRecord, Keys
 from gateway.api.runtime import SECRET_METADATA_KEY, Runtime
-from gateway.servers.gateway import Gateway, cancelled
+from gateway.api.tasks import cancelled
+from gateway.servers.gateway import Gateway
 from gateway.servers.ports import claimed_ports
 from gateway.state.connection import LOST
 from gateway.text.model_text import ModelText

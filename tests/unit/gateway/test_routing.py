@@ -8,7 +8,8 @@ import pytest
 
 from gateway.api.errors import ErrorCode, YardError
 from gateway.api.records import DesiredObject
-from gateway.routing.replica_choice import PowerOfTwoChoice
+from gateway.routing.ask import Ask
+from gateway.routing.replica_choice import PrefixTable, ReplicaChoice
 from gateway.routing.route_table import names, resolve
 from gateway.state.snapshot import ObjectKey, Snapshot
 from gateway.state.view import SiteView
@@ -33,27 +34,29 @@ def targets(*weighted: tuple[str, int], aliases: tuple[str, ...] = ()) -> dict:
 def test_route_alias_and_own_name() -> None:
     site = view(["m", "n"], {"chat": targets(("m", 100), aliases=("assistant",))})
     for name, route, model in (("chat", "chat", "m"), ("assistant", "chat", "m"), ("n", "n", "n"), ("m", "m", "m")):
-        found = resolve(site, name, ready=lambda _: True, pick=0.5)
+        found = resolve(site, name, ready=lambda _: True, ask=Ask(pick=0.5))
         assert (found.route, found.model, found.route_generation) == (route, model, 3)
 
 
 def test_a_route_hides_the_model_of_its_name() -> None:
     site = view(["m", "n"], {"m": targets(("n", 1))})
-    assert resolve(site, "m", ready=lambda _: True, pick=0.0).model == "n"
+    assert resolve(site, "m", ready=lambda _: True, ask=Ask(pick=0.0)).model == "n"
     assert [route.name for route in names(site)] == ["m", "n"]
 
 
 def test_weights_divide_the_traffic() -> None:
     site = view(["m", "n", "off"], {"chat": targets(("m", 90), ("off", 0), ("n", 10))})
-    models = [resolve(site, "chat", ready=lambda _: True, pick=index / 100).model for index in range(100)]
+    models = [resolve(site, "chat", ready=lambda _: True, ask=Ask(pick=index / 100)).model for index in range(100)]
     assert (models.count("m"), models.count("n"), models.count("off")) == (90, 10, 0)
 
 
 def test_a_target_that_is_not_ready_gives_its_traffic_to_the_others() -> None:
     site = view(["m", "n"], {"chat": targets(("m", 1), ("n", 99))})
-    assert {resolve(site, "chat", ready=lambda model: model == "m", pick=index / 10).model for index in range(10)} == {"m"}
+    assert {resolve(site, "chat", ready=lambda model: model == "m", ask=Ask(pick=index / 10)).model for index in range(10)} == {
+        "m"
+    }
     # With none ready the weights hold again, and what the model's pool says decides.
-    assert resolve(site, "chat", ready=lambda _: False, pick=0.9).model == "n"
+    assert resolve(site, "chat", ready=lambda _: False, ask=Ask(pick=0.9)).model == "n"
 
 
 @pytest.mark.parametrize(
@@ -66,13 +69,13 @@ def test_a_target_that_is_not_ready_gives_its_traffic_to_the_others() -> None:
 )
 def test_unknown_names_say_what_there_is(site: SiteView, message: str) -> None:
     with pytest.raises(YardError, match=message) as caught:
-        resolve(site, "nope", ready=lambda _: True, pick=0.0)
+        resolve(site, "nope", ready=lambda _: True, ask=Ask(pick=0.0))
     assert caught.value.code is ErrorCode.NOT_FOUND
 
 
 class Pool:
     def __init__(self, name: str, tokens: int, groups: int = 1) -> None:
-        self.name, self.tokens, self.groups = name, tokens, groups
+        self.pool, self.tokens, self.groups = name, tokens, groups
 
     def outstanding_tokens(self, model: str) -> int:
         return self.tokens
@@ -82,7 +85,7 @@ class Pool:
 
 
 def test_of_two_the_lighter_takes_it() -> None:
-    choice = PowerOfTwoChoice[Pool](random.Random(1))
+    choice = ReplicaChoice[Pool](random.Random(1))
     heavy, light = Pool("heavy", 1000), Pool("light", 10)
     assert {choice.choose([heavy, light], "m") for _ in range(20)} == {light}
     assert choice.choose([], "m") is None
@@ -90,14 +93,14 @@ def test_of_two_the_lighter_takes_it() -> None:
 
 
 def test_tokens_are_weighed_per_group() -> None:
-    choice = PowerOfTwoChoice[Pool](random.Random(1))
+    choice = ReplicaChoice[Pool](random.Random(1))
     wide, narrow = Pool("wide", 1000, groups=4), Pool("narrow", 300)
     assert {choice.choose([wide, narrow], "m") for _ in range(20)} == {wide}
 
 
 def test_many_choices_balance() -> None:
     """Power of two keeps the fullest of many pools close to the mean, which one random choice does not."""
-    choice = PowerOfTwoChoice[Pool](random.Random(1))
+    choice = ReplicaChoice[Pool](random.Random(1))
     pools = [Pool(str(index), 0) for index in range(10)]
     for _ in range(1000):
         taken = choice.choose(pools, "m")
@@ -106,3 +109,26 @@ def test_many_choices_balance() -> None:
     loads = sorted(pool.tokens for pool in pools)
     assert sum(loads) == 10_000
     assert loads[-1] <= 1_060
+
+
+def test_a_pool_that_has_the_beginning_takes_it_unless_it_is_much_fuller() -> None:
+    choice = ReplicaChoice[Pool](random.Random(1))
+    pools = [Pool(str(index), 1000) for index in range(8)]
+    prompt = list(range(100))
+    first = choice.choose(pools, "m", prompt)
+    assert first is not None
+    # The same beginning, another end; other models and other prompts are spread.
+    assert {choice.choose(pools, "m", [*prompt[:70], 7, 7]) for _ in range(20)} == {first}
+    assert len({choice.choose(pools, "m", [index] * 20) for index in range(50)}) > 4
+    first.tokens = 1000 * 1.5 + 512 + 1
+    assert choice.choose(pools, "m", prompt) is not first
+
+
+def test_what_is_remembered_of_prompts_is_bounded() -> None:
+    table = PrefixTable(size=10)
+    for index in range(100):
+        table.remember(table.keys("m", [index] * 64), "a")
+    assert len(table._pools) == 10
+    assert table.find(table.keys("m", [99] * 64)) == "a"
+    assert table.find(table.keys("m", [0] * 64)) is None
+    assert table.keys("m", [1] * 15) == []

@@ -1,0 +1,95 @@
+"""Who asks: a tenant by its API key, or by name on sites where no tenant has keys. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gateway.api.config import TenantSpec
+from gateway.api.errors import ErrorCode, YardError, invalid
+from gateway.routing.ask import Quality
+from gateway.state.view import SiteView
+
+TENANT_HEADER = "modelyard-tenant"
+QUALITY_HEADER = "modelyard-quality"
+PRIORITY_HEADER = "modelyard-priority"
+AUTHORIZATION = "authorization"
+_BEARER = "bearer "
+_LOWEST_PRIORITY = -100
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """`tenant` is empty when nobody in particular asks. `headers` are those of the request, in lower case."""
+
+    tenant: str = ""
+    spec: TenantSpec = field(default_factory=TenantSpec)
+    priority: int = 0
+    quality: Quality | None = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def check_route(self, name: str, route: str) -> None:
+        """YardError(DENIED) when the tenant may not ask it, by the name that it used or the route's own."""
+        if self.spec.routes and name not in self.spec.routes and route not in self.spec.routes:
+            allowed = ", ".join(self.spec.routes)
+            raise YardError(
+                ErrorCode.DENIED,
+                f"tenant `{self.tenant}` may not ask `{name}`; it may ask {allowed}; see spec.routes of the Tenant",
+                field="model",
+            )
+
+
+def identify(view: SiteView, headers: Mapping[str, str]) -> Caller:
+    """1. Once any tenant has keys: the tenant of the key in `authorization: Bearer KEY`, else UNAUTHENTICATED. A tenant named
+          beside the key must be the key's (else DENIED).
+    2. Otherwise the tenant that `modelyard-tenant` names; DENIED when there is none of that name. Without it: nobody.
+
+    Keys are compared by their SHA-256, and never logged (rule 15).
+    """
+    named = headers.get(TENANT_HEADER, "")
+    if view.key_owners:
+        tenant = _owner(view, headers.get(AUTHORIZATION, ""))
+        if named and named != tenant:
+            raise YardError(ErrorCode.DENIED, f"the API key is not one of tenant `{named}`", field=TENANT_HEADER)
+    else:
+        tenant = named
+        if tenant and tenant not in view.tenants:
+            raise YardError(ErrorCode.DENIED, f"there is no tenant `{tenant}`; apply it, or leave it out", field=TENANT_HEADER)
+    spec = view.tenants.get(tenant, TenantSpec())
+    return Caller(tenant, spec, _priority(headers, spec), _quality(headers), headers)
+
+
+def _owner(view: SiteView, authorization: str) -> str:
+    key = authorization[len(_BEARER) :].strip() if authorization[: len(_BEARER)].lower() == _BEARER else ""
+    owner = view.key_owners.get(hashlib.sha256(key.encode()).hexdigest()) if key else None
+    if owner is None:
+        cause = "the API key is not known" if key else "this site asks for an API key"
+        raise YardError(
+            ErrorCode.UNAUTHENTICATED, f"{cause}; send `authorization: Bearer KEY` with a key of a tenant", field=AUTHORIZATION
+        )
+    return owner
+
+
+def _quality(headers: Mapping[str, str]) -> Quality | None:
+    match headers.get(QUALITY_HEADER):
+        case None | "":
+            return None
+        case "fast":
+            return "fast"
+        case "precise":
+            return "precise"
+        case other:
+            raise invalid(f"{QUALITY_HEADER} is {other!r}; it must be fast or precise", QUALITY_HEADER)
+
+
+def _priority(headers: Mapping[str, str], spec: TenantSpec) -> int:
+    """What the tenant has, or the less that the request asks for."""
+    text = headers.get(PRIORITY_HEADER)
+    if not text:
+        return spec.priority
+    try:
+        asked = int(text)
+    except ValueError:
+        raise invalid(f"{PRIORITY_HEADER} is {text!r}; it must be a whole number", PRIORITY_HEADER) from None
+    return max(_LOWEST_PRIORITY, min(asked, spec.priority))

@@ -1,0 +1,91 @@
+"""rule 11: health is forward progress. A replica that computes nothing leaves the rotation and comes back by a probe."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from lone_gateway import LoneGateway, ids_of, until
+from scripted_pool import ScriptedPool, SubmittedSequence
+
+from gateway.api.proto import inference_pb2 as pb
+from gateway.link import pool_link
+
+REQUEST = pb.GenerateRequest(model="m", prompt="x", max_tokens=2)
+
+
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_link, "STUCK_S", 0.2)
+    monkeypatch.setattr(pool_link, "PROBE_S", 0.1)
+
+
+def in_rotation(lone: LoneGateway) -> set[str]:
+    return {link.pool for link in lone.links.rotation("m")}
+
+
+async def stuck_request(lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool) -> tuple[asyncio.Future, SubmittedSequence]:
+    """A request that pool `a` has and says nothing of."""
+    lone.links._links["b"]._reported["m"] = 10_000
+    answer = asyncio.ensure_future(lone.inference.Generate(REQUEST, timeout=20))
+    return answer, await pool.next()
+
+
+async def test_rule_11_a_stuck_replica_leaves_and_its_requests_are_answered_elsewhere(
+    hasty: None, lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool, byte_level: Path
+) -> None:
+    """rule 11, and rule 9: what has not begun gets one try on another replica."""
+    answer, sequence = await stuck_request(lone, pool, other)
+    other.script = lambda submitted: submitted.end("length", tokens=ids_of(byte_level, "yes"))
+    await until(lambda: in_rotation(lone) == {"b"})
+    assert (await answer).choices[0].text == "yes"
+    await sequence.cancelled.wait()
+    # Probes come, one after the other; as long as none is answered, requests go elsewhere.
+    first, second = await pool.next(), await pool.next()
+    assert first.submit.shadow
+    assert first.submit.max_tokens == 1
+    await first.cancelled.wait()
+    assert in_rotation(lone) == {"b"}
+    second.end("length", tokens=[1])
+    await until(lambda: in_rotation(lone) == {"a", "b"})
+    await asyncio.sleep(0.3)
+    assert pool.idle(), "nothing is probed that works"
+
+
+async def test_a_request_that_is_held_is_no_sign_of_a_stuck_replica(
+    hasty: None, lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool
+) -> None:
+    """rule 6: it waits for its model."""
+    answer, sequence = await stuck_request(lone, pool, other)
+    sequence.hold("loading", 60_000)
+    link = lone.links._links["a"]
+    await until(lambda: link._held)
+    await asyncio.sleep(0.4)
+    assert in_rotation(lone) == {"a", "b"}
+    sequence.end("length", tokens=[5])
+    await answer
+
+
+async def test_an_idle_replica_is_not_stuck(hasty: None, lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool) -> None:
+    await asyncio.sleep(0.4)
+    assert in_rotation(lone) == {"a", "b"}
+    answer, sequence = await stuck_request(lone, pool, other)
+    assert in_rotation(lone) == {"a", "b"}
+    sequence.end("length", tokens=[5])
+    await answer
+
+
+async def test_a_lost_link_ends_its_probes(hasty: None, lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool) -> None:
+    answer, _ = await stuck_request(lone, pool, other)
+    other.script = lambda submitted: submitted.end("length", tokens=[5])
+    await until(lambda: in_rotation(lone) == {"b"})
+    await answer
+    link = lone.links._links["a"]
+    probe = link._probe
+    assert probe is not None
+    await pool.stop()
+    await asyncio.wait([probe], timeout=5)
+    await pool.start()
+    await lone.wait_up("a")
+    assert in_rotation(lone) == {"a", "b"}
