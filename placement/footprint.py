@@ -38,11 +38,16 @@ class _Layout:
     pads_vocabulary: bool  # to divide it; else it is divided only where that is even
     shares_tied_head: bool  # one matrix for look-up and output where one rank has both
     head_is_narrow: bool
+    keeps_exact_head: bool  # beside an undivided 4-bit one, in 16 bits; a tied embedding on the same rank serves as it
 
 
 _LAYOUTS = {
-    "torch": _Layout(False, divides_embedding=False, pads_vocabulary=False, shares_tied_head=False, head_is_narrow=True),
-    "trtllm": _Layout(True, divides_embedding=True, pads_vocabulary=True, shares_tied_head=True, head_is_narrow=False),
+    "torch": _Layout(
+        False, divides_embedding=False, pads_vocabulary=False, shares_tied_head=False, head_is_narrow=True, keeps_exact_head=True
+    ),
+    "trtllm": _Layout(
+        True, divides_embedding=True, pads_vocabulary=True, shares_tied_head=True, head_is_narrow=False, keeps_exact_head=False
+    ),
 }
 
 
@@ -129,6 +134,13 @@ def weight_bytes(request: ModelRequest, tensor_parallel: int, pipeline_parallel:
             split = "hidden" if shape.vocabulary % tensor_parallel == 0 else "replicated"
             head = [replace(part, split=split) for part in head]
         total += resident(head, head_precision) + resident(shape.final_parts, outside_precision)
+        if (
+            layout.keeps_exact_head
+            and head_precision == "int4"
+            and tensor_parallel == 1
+            and not (first and shape.tied_embeddings)
+        ):
+            total += resident(head, outside_precision)
     return total
 
 
