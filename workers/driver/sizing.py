@@ -18,7 +18,7 @@ KV_CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 
 # Regions are whole pages and an engine keeps more than the matrices (norms, tables, padding, a head in two forms): room for
 # that until the load has been measured. A load that failed may have lacked it, so the next attempt gets more.
-_SLACK_BYTES = 16 * HOST_PAGE_BYTES
+_SLACK_BYTES = 24 * HOST_PAGE_BYTES
 _SLACK_SHARE = 0.1
 _SLACK_SHARE_AN_ATTEMPT = 0.25
 

@@ -18,7 +18,7 @@ from workers.driver.core import PoolCore
 from workers.driver.effects import Ended, ModelFacts, RequestKey
 from workers.driver.group import Group, Wanted
 from workers.driver.sequence import Request
-from workers.driver.sizing import Placement, pages
+from workers.driver.sizing import Placement, pages, size_group
 from workers.messages import (
     Command,
     Done,
@@ -80,6 +80,11 @@ def wanted(model: str = "m", ranks: tuple[int, ...] = (0,), *, stages: int = 1, 
     model_spec = spec(**changes)
     placement = Placement(ranks, len(ranks) // stages, stages)
     return Wanted(model, generation, model_spec, model_spec.model_dump_json(), placement)
+
+
+# What one group of `wanted()` reserves while it loads, and what it holds once it was measured.
+LOAD_MIB = sum(size_group("m", spec(), FACTS, Placement((0,), 1, 1), "cpu").budget[0].values()) // MIB
+HELD_MIB = 9 + 16 + 1
 
 
 class SimulatedRank:

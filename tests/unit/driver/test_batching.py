@@ -5,7 +5,7 @@ import itertools
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pool_world import BLOCK_TOKENS, EOS, MIB, World, expected_text, next_token, wanted
+from pool_world import BLOCK_TOKENS, EOS, LOAD_MIB, MIB, World, expected_text, next_token, wanted
 
 from gateway.api.config import KvSpec, LimitsSpec
 from gateway.api.errors import ErrorCode
@@ -153,7 +153,7 @@ def test_planning_ahead_leaves_room_for_preemption() -> None:
 def small_kv(**changes: object) -> World:
     """16 blocks of KV and no more: one full context, shared by four sequences."""
     limits = LimitsSpec(concurrency=4, queue=8, batch_tokens=32)
-    return World(capacity_mib=80).ready(wanted(limits=limits, kv=KvSpec(floor=16 * MIB, ceiling=16 * MIB), **changes))
+    return World(capacity_mib=LOAD_MIB).ready(wanted(limits=limits, kv=KvSpec(floor=16 * MIB, ceiling=16 * MIB), **changes))
 
 
 def test_when_kv_runs_out_the_newest_is_preempted_and_its_text_stays_the_same() -> None:
@@ -306,7 +306,9 @@ def test_no_schedule_changes_a_text(data: st.DataObject, stages: int, blocks: in
     """Whatever arrives, is cancelled, preempted, shared or chunked: who ends normally has the text of an empty pool."""
     limits = LimitsSpec(concurrency=concurrency, queue=100, batch_tokens=data.draw(st.integers(16, 64)))
     kv = KvSpec(floor=0, ceiling=blocks * MIB // stages, block_tokens=BLOCK_TOKENS)
-    world = World(ranks=stages, capacity_mib=100).ready(wanted(ranks=tuple(range(stages)), stages=stages, limits=limits, kv=kv))
+    world = World(ranks=stages, capacity_mib=LOAD_MIB + 24).ready(
+        wanted(ranks=tuple(range(stages)), stages=stages, limits=limits, kv=kv)
+    )
     if ahead and stages == 1:
         plan_ahead(world)
     asked: dict[tuple[int, int], tuple[tuple[int, ...], int]] = {}

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from pool_world import MIB, World, expected_text, spec, wanted
+from pool_world import HELD_MIB, LOAD_MIB, MIB, World, expected_text, spec, wanted
 
 from gateway.api.config import CanarySpec, KvSpec, LimitsSpec
 from gateway.api.errors import ErrorCode, YardError
@@ -183,7 +183,7 @@ def test_a_new_generation_loads_beside_the_old_which_serves_until_then() -> None
 
 
 def test_a_new_generation_waits_for_the_old_to_drain_where_both_do_not_fit() -> None:
-    world = World(capacity_mib=80).ready()
+    world = World(capacity_mib=LOAD_MIB + 10).ready()
     key = world.submit((1, 2), max_tokens=10)
     world.assign(wanted(generation=2, source="file:/other"))
     world.turn()
@@ -252,7 +252,7 @@ def test_an_assignment_that_names_ranks_wrongly_is_refused_whole(ranks: tuple[in
 
 def test_a_model_that_does_not_fit_waits_with_the_numbers_and_loads_when_room_appears() -> None:
     """Rule 3 and 4."""
-    world = World(capacity_mib=80)
+    world = World(capacity_mib=LOAD_MIB + 10)
     world.assign(wanted("a"), wanted("b"))
     world.run()
     assert (world.states("a"), world.states("b")) == (["ready"], ["waiting"])
@@ -265,7 +265,7 @@ def test_a_model_that_does_not_fit_waits_with_the_numbers_and_loads_when_room_ap
 def test_who_gets_in_does_not_depend_on_the_order_of_the_list() -> None:
     """Rule 4."""
     for order in (("a", "b", "c"), ("c", "b", "a"), ("b", "c", "a")):
-        world = World(capacity_mib=100)
+        world = World(capacity_mib=HELD_MIB + LOAD_MIB + 10)
         world.assign(*(wanted(model, priority=5 if model == "c" else 0) for model in order))
         world.run()
         assert [world.states(model) for model in "abc"] == [["ready"], ["waiting"], ["ready"]]
