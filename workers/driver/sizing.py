@@ -13,6 +13,9 @@ from workers.driver.effects import ModelFacts
 from workers.memory.arena import HOST_PAGE_BYTES
 from workers.memory.kv_layout import block_bytes, blocks_for_tokens, stage_layers
 
+PAGE_BYTES = {"cpu": HOST_PAGE_BYTES, "cuda": 32 * 2**20}
+"""What an arena maps at once: see `workers.memory.arena` and `workers.memory.cuda_arena`."""
+
 KV_CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """KV grows and shrinks by so much on the rank with the largest blocks."""
 
@@ -43,12 +46,13 @@ class GroupSizing:
     floor_blocks: int
     ceiling_blocks: int
     chunk_blocks: int
+    page_bytes: int
     context: int
     budget: dict[int, dict[str, int]]  # by rank: kind -> bytes, with kv_floor
 
     def kv_bytes(self, blocks: int) -> dict[int, int]:
         """Bytes by rank that `blocks` blocks take, in whole pages."""
-        return {rank: pages(blocks * size) for rank, size in self.block_bytes.items()}
+        return {rank: pages(blocks * size, self.page_bytes) for rank, size in self.block_bytes.items()}
 
     def kv_used_bytes(self, blocks: int) -> dict[int, int]:
         """What of it lies above the floor."""
@@ -95,14 +99,15 @@ def size_group(
         floor_blocks = min(floor_blocks, wanted)
     workspace = max(footprint.workspace + footprint.graphs for footprint in footprints)
     slack = 1 + _SLACK_SHARE + _SLACK_SHARE_AN_ATTEMPT * failed_attempts
+    page = PAGE_BYTES[device]
     budget = {}
     for rank, stage in stage_of.items():
         footprint = footprints[stage]
         budget[rank] = {
-            "weights": pages(int(footprint.weights * slack) + _SLACK_BYTES),
-            "kv_floor": pages(floor_blocks * sizes[rank]),
-            "workspace": pages(int(workspace * slack) + _SLACK_BYTES // 4),
-            "communication": pages(footprint.communication),
+            "weights": pages(int(footprint.weights * slack) + _SLACK_BYTES, page),
+            "kv_floor": pages(floor_blocks * sizes[rank], page),
+            "workspace": pages(int(workspace * slack) + _SLACK_BYTES // 4, page),
+            "communication": pages(footprint.communication, page),
         }
     return GroupSizing(
         block_bytes=sizes,
@@ -110,10 +115,12 @@ def size_group(
         floor_blocks=floor_blocks,
         ceiling_blocks=max(wanted, floor_blocks),
         chunk_blocks=max(1, KV_CHUNK_BYTES[device] // max(sizes.values())),
+        page_bytes=page,
         context=context,
         budget=budget,
     )
 
 
-def pages(size_bytes: int) -> int:
-    return -(-size_bytes // HOST_PAGE_BYTES) * HOST_PAGE_BYTES
+def pages(size_bytes: int, page_bytes: int = HOST_PAGE_BYTES) -> int:
+    """Rounded up to whole pages."""
+    return -(-size_bytes // page_bytes) * page_bytes

@@ -7,6 +7,7 @@ pointers and tensors into what stays committed survive. `HostArena` is anonymous
 from __future__ import annotations
 
 import mmap
+import threading
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ class HostRegion:
         wanted = _round_up(size_bytes)
         if wanted > self.reserved_bytes:
             raise MemoryError(f"region {self.name}: {wanted} bytes asked, {self.reserved_bytes} reserved")
-        self._arena.account(wanted - self.committed_bytes, self.name)
+        self._arena.account(self.name, wanted - self.committed_bytes)
         if wanted < self.committed_bytes:
             self._map.madvise(mmap.MADV_DONTNEED, wanted, self.committed_bytes - wanted)
         self.committed_bytes = wanted
@@ -75,14 +76,17 @@ class HostRegion:
         return self._bytes[offset_bytes:end].view(dtype).view(shape)
 
     def close(self) -> None:
-        """Pages go back at once; the address range goes when the last tensor into it does."""
-        self.commit(0)
-        self._arena.forget(self.name)
+        """Pages go back at once; the address range goes when the last tensor into it does. Closing again does nothing."""
+        if self._arena.forget(self):
+            self.commit(0)
 
 
 class HostArena:
+    """Shared by the thread that computes and those that load; each region is used by one thread at a time."""
+
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
+        self._lock = threading.Lock()
         self._regions: dict[str, HostRegion] = {}
         self._committed_bytes = 0
 
@@ -91,24 +95,31 @@ class HostArena:
         return self._committed_bytes
 
     def reserve(self, name: str, size_bytes: int) -> HostRegion:
-        if name in self._regions:
-            raise ValueError(f"region {name} exists")
         region = HostRegion(self, name, size_bytes)
-        self._regions[name] = region
+        with self._lock:
+            if self._regions.setdefault(name, region) is not region:
+                raise ValueError(f"region {name} exists")
         return region
 
     def regions(self) -> dict[str, int]:
-        return {name: region.committed_bytes for name, region in self._regions.items()}
+        with self._lock:
+            return {name: region.committed_bytes for name, region in self._regions.items()}
 
-    def account(self, delta_bytes: int, name: str) -> None:
-        """Called by regions. MemoryError when the capacity does not suffice."""
-        if self._committed_bytes + delta_bytes > self.capacity_bytes:
+    def account(self, name: str, delta_bytes: int) -> None:
+        """Called by regions. MemoryError when the capacity does not suffice; giving back always succeeds."""
+        with self._lock:
             free = self.capacity_bytes - self._committed_bytes
-            raise MemoryError(f"region {name} asks for {delta_bytes} more bytes, {free} of {self.capacity_bytes} are free")
-        self._committed_bytes += delta_bytes
+            if delta_bytes > max(free, 0):
+                raise MemoryError(f"region {name} asks for {delta_bytes} more bytes, {free} of {self.capacity_bytes} are free")
+            self._committed_bytes += delta_bytes
 
-    def forget(self, name: str) -> None:
-        del self._regions[name]
+    def forget(self, region: HostRegion) -> bool:
+        """Called by regions that close. False when it was closed before."""
+        with self._lock:
+            if self._regions.get(region.name) is not region:
+                return False
+            del self._regions[region.name]
+            return True
 
 
 def _round_up(size_bytes: int) -> int:
