@@ -13,7 +13,6 @@ from random_checkpoints import greedy
 from shard_runner import Runner, load
 
 from workers.comm.mpi import make_group_comm
-from workers.engines.torch.stage import layer_range
 
 HERE = Path(__file__).parent
 PROMPTS = [[5, 9, 77, 3], [11] * 21 + [30], [99, 4]]
@@ -51,16 +50,6 @@ def test_four_bit_weights_split_over_two_stages(checkpoints, cache) -> None:
     for prompt in PROMPTS:
         runner.add(prompt, COUNT)
     assert over_mpi(1, 2, directory, cache, precision="int4")["answers"] == list(runner.finish().values())
-
-
-def test_layers_are_split_evenly_and_completely() -> None:
-    for layers in (2, 7, 30):
-        for stages in (1, 2, 3):
-            if stages <= layers:
-                parts = [layer_range(layers, stages, stage) for stage in range(stages)]
-                assert [first for first, _ in parts] == [sum(count for _, count in parts[:i]) for i in range(stages)]
-                assert sum(count for _, count in parts) == layers
-                assert max(count for _, count in parts) - min(count for _, count in parts) <= 1
 
 
 def test_a_group_whose_ranks_do_not_match_its_shape_is_refused() -> None:
