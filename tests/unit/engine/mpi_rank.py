@@ -1,7 +1,8 @@
-"""One rank of a worker group, run by `mpiexec -n N python mpi_rank.py TENSOR PIPELINE CHECKPOINT CACHE SPEC`.
+"""One rank of an MPI world, run by `mpiexec -n N python mpi_rank.py CACHE JOBS`.
 
-The last stage's first shard prints the answers of a fixed batch as JSON. Sampled tokens reach the other ranks over MPI here;
-a pool driver puts them into the next step.
+Every job is a worker group on the first ranks of the world: {name, source, tensor, pipeline, prompts, count, spec}. Rank 0
+prints the answers by job name as JSON. Sampled tokens reach the other ranks over MPI here; a pool driver puts them into the
+next step.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
+from mpi4py import MPI
 from shard_runner import Runner, load_command
 
 from workers.comm.mpi import make_group_comm
@@ -17,42 +20,53 @@ from workers.engines.torch.engine import TorchEngine
 from workers.memory.arena import HostArena
 from workers.messages import SampledToken, Step, StepDone
 
-PROMPTS = [[5, 9, 77, 3], [11] * 21 + [30], [99, 4]]
-COUNT = 16
+WORLD = MPI.COMM_WORLD
 
 
 class RelayedShard:
-    """Every rank sees what the last one sampled."""
+    """Every rank of the group sees what its last stage's first shard sampled."""
 
-    def __init__(self, shard, source: int) -> None:
-        from mpi4py import MPI
-
-        self._world = MPI.COMM_WORLD
+    def __init__(self, shard: Any, ranks: int, source: int) -> None:
         self._shard = shard
+        self._others = [rank for rank in range(ranks) if rank != source]
         self._source = source
 
     def step(self, step: Step) -> StepDone:
         done = self._shard.step(step)
-        found = [(one.sequence, one.token) for one in done.sampled] if done else None
-        sampled = tuple(SampledToken(*pair) for pair in self._world.bcast(found, self._source))
-        return StepDone(step.step, step.group_id, sampled, 0.0)
+        if done is not None:
+            pairs = [(one.sequence, one.token) for one in done.sampled]
+            for rank in self._others:
+                WORLD.send(pairs, rank)
+        else:
+            pairs = WORLD.recv(source=self._source)
+        return StepDone(step.step, step.group_id, tuple(SampledToken(*pair) for pair in pairs), 0.0)
 
 
-def main() -> None:
-    tensor, pipeline, source, cache, spec = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], json.loads(sys.argv[5])
-    comm = make_group_comm(range(tensor * pipeline), tensor, pipeline, group_id=3)
-    command = load_command(source, tensor=tensor, pipeline=pipeline, **spec)
+def run(job: dict[str, Any], number: int, cache: Path) -> list[list[int]]:
+    tensor, pipeline = job["tensor"], job["pipeline"]
+    comm = make_group_comm(range(tensor * pipeline), tensor, pipeline, group_id=number)
+    command = load_command(job["source"], group_id=number, tensor=tensor, pipeline=pipeline, **job["spec"])
     arena = HostArena(2**30)
-    shard = TorchEngine(Path(cache)).load(command, 0, arena, comm, lambda _f, _w: None)
-    runner = Runner(RelayedShard(shard, tensor * (pipeline - 1)), chunk=6, explicit=pipeline > 1)
-    for prompt in PROMPTS:
-        runner.add(prompt, COUNT)
+    shard = TorchEngine(cache).load(command, 0, arena, comm, lambda _f, _w: None)
+    runner = Runner(RelayedShard(shard, tensor * pipeline, tensor * (pipeline - 1)), chunk=6, explicit=pipeline > 1)
+    for prompt in job["prompts"]:
+        runner.add(prompt, job["count"])
     answers = runner.finish()
-    if comm.stage == pipeline - 1 and comm.tensor_rank == 0:
-        print(json.dumps({"answers": list(answers.values()), "held": shard.held().bytes}))
     shard.close()
     comm.close()
     assert arena.committed_bytes == 0
+    return list(answers.values())
+
+
+def main() -> None:
+    cache, jobs = Path(sys.argv[1]), json.loads(sys.argv[2])
+    answers = {}
+    for number, job in enumerate(jobs, start=1):
+        if WORLD.Get_rank() < job["tensor"] * job["pipeline"]:
+            answers[job["name"]] = run(job, number, cache)
+    WORLD.Barrier()
+    if WORLD.Get_rank() == 0:
+        print(json.dumps(answers))
 
 
 main()

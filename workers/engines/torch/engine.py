@@ -9,6 +9,7 @@ import torch
 
 from gateway.api.checkpoint import Checkpoint, open_checkpoint
 from gateway.api.config import ModelSpec
+from placement.split import local_kv_heads
 from workers.comm.base import GroupComm
 from workers.engines.base import ProgressFn
 from workers.engines.torch import threads
@@ -20,7 +21,7 @@ from workers.engines.torch.kv import PagedKv
 from workers.engines.torch.memory import TensorRegion
 from workers.engines.torch.parallel import ParallelPlan
 from workers.engines.torch.shard import ShardFacts, TorchShard
-from workers.engines.torch.stage import StageModel, build_stage
+from workers.engines.torch.stage import StageModel, build_stage, shorten_lookups
 from workers.engines.torch.weights import SafetensorsSource
 from workers.memory.arena import Arena
 from workers.messages import LoadShard
@@ -54,6 +55,7 @@ class TorchEngine:
                 undo.pop_all()
         holder = BatchHolder()
         _connect_attention(stage, holder)
+        shorten_lookups(stage.model)
         context = min(spec.context or checkpoint.max_context, checkpoint.max_context)
         facts = ShardFacts(checkpoint.digest, precision.name, context, source.read_bytes)
         compute_threads = threads.ComputeThreads(threads.choose())
@@ -97,7 +99,7 @@ class TorchEngine:
             arena,
             f"{prefix}:kv",
             layers=stage.layers,
-            heads=shape.kv_heads // plan.count,
+            heads=local_kv_heads(shape.kv_heads, plan.count),
             head_dim=shape.head_dim,
             block_tokens=command.kv_block_tokens,
             ceiling_blocks=command.kv_ceiling_blocks,

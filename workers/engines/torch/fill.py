@@ -27,7 +27,7 @@ from workers.engines.torch.linear import (
 from workers.engines.torch.memory import TensorRegion
 from workers.engines.torch.parallel import ParallelPlan, Style
 from workers.engines.torch.stage import StageModel
-from workers.engines.torch.weights import WeightSource
+from workers.engines.torch.weights import Cut, WeightSource
 
 # Projections of one input that are computed as one, in the order in which the models call them.
 _FUSED_TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -111,13 +111,13 @@ class StageFiller:
         linears: list[Any] = [getattr(parent, child) for child in group]
         names = [f"{name}.{child}" for child in group]
         styles = {self._plan.style(full, linear.out_features) for full, linear in zip(names, linears, strict=True)}
-        biases = {linear.bias is None for linear in linears}
-        style = styles.pop()
-        if styles or len(biases) > 1 or style not in (Style.WHOLE, Style.OUTPUTS):
+        biases = {linear.bias is not None for linear in linears}
+        style, has_bias = styles.pop(), biases.pop()
+        if styles or biases or style not in (Style.WHOLE, Style.OUTPUTS):
             return
-        parts = 1 if style is Style.WHOLE else self._plan.count
-        fused_linear = self._matrix(names, style, not biases.pop(), transposed=False)
-        shared = SharedProjection(fused_linear, [linear.out_features // parts for linear in linears])
+        cuts = [self._plan.cut(style, full) for full in names]
+        sizes = [linear.out_features // (cut.count if cut else 1) for linear, cut in zip(linears, cuts, strict=True)]
+        shared = SharedProjection(self._matrix(names, cuts, has_bias, transposed=False), sizes)
         for index, child in enumerate(group):
             setattr(parent, child, ProjectionPart(shared, index))
 
@@ -148,42 +148,41 @@ class StageFiller:
         transposed = isinstance(module, Conv1D)
         outputs = module.nf if isinstance(module, Conv1D) else module.out_features
         style = self._plan.style(name, outputs)
+        cut = self._plan.cut(style, name)
         has_bias = module.bias is not None
         if style is Style.INPUTS:
             bias = self._memory.copy(self._dense(f"{name}.bias")) if has_bias else None
-            return RowParallel(self._matrix([name], style, False, transposed), bias, self._comm)
-        linear = self._matrix([name], style, has_bias, transposed)
+            return RowParallel(self._matrix([name], [cut], False, transposed), bias, self._comm)
+        linear = self._matrix([name], [cut], has_bias, transposed)
         return GatheredLinear(linear, self._comm) if style is Style.GATHERED else linear
 
-    def _matrix(self, names: list[str], style: Style, has_bias: bool, transposed: bool) -> nn.Module:
+    def _matrix(self, names: list[str], cuts: list[Cut | None], has_bias: bool, transposed: bool) -> nn.Module:
         """One matmul over the matrices of `names`, one below the other."""
-        cut = self._plan.cut(style)
         bias = None
         if has_bias:
-            bias = self._memory.copy(torch.cat([self._dense(f"{name}.bias", style) for name in names]))
-        stored = [self._stored_name(f"{name}.weight") for name in names]
+            biases = [self._dense(f"{name}.bias", cut) for name, cut in zip(names, cuts, strict=True)]
+            bias = self._memory.copy(torch.cat(biases))
+        stored = [(self._stored_name(f"{name}.weight"), cut) for name, cut in zip(names, cuts, strict=True)]
         if self._precision.name == "int4":
-            blocks = [self._int4(name, style, transposed) for name in stored]
+            blocks = [self._int4(name, cut, transposed) for name, cut in stored]
             if all(blocks):
                 weights = int4.pack(int4.concatenate([part for part in blocks if part is not None]))
                 return Int4Linear(self._memory.copy(weights[0]), self._memory.copy(weights[1]), bias)
-        tensors = [self._source.dense(name, cut, transposed) for name in stored]
-        rows, columns = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
+        tensors = [self._source.dense(name, cut, transposed) for name, cut in stored]
         if self._precision.name == "int8":
-            weight = torch.cat([tensor.float() for tensor in tensors])
-            scales = weight.abs().amax(dim=1).clamp_(min=1e-8) / 127
-            codes = (weight / scales.unsqueeze(1)).round_().to(torch.int8)
-            return Int8Linear(self._memory.copy(codes), self._memory.copy(scales.to(torch.bfloat16)), bias)
+            return self._int8(torch.cat([tensor.float() for tensor in tensors]), bias)
+        rows, columns = sum(tensor.shape[0] for tensor in tensors), tensors[0].shape[1]
         weight = self._memory.empty(self._precision.compute, (rows, columns))
-        start = 0
-        for tensor in tensors:
-            weight[start : start + tensor.shape[0]].copy_(tensor)
-            start += tensor.shape[0]
+        torch.cat([tensor.to(weight.dtype) for tensor in tensors], out=weight)
         return DenseLinear(weight, bias)
 
-    def _int4(self, name: str, style: Style, transposed: bool) -> Int4Blocks | None:
+    def _int8(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Int8Linear:
+        scales = weight.abs().amax(dim=1).clamp_(min=1e-8) / 127
+        codes = (weight / scales.unsqueeze(1)).round_().to(torch.int8)
+        return Int8Linear(self._memory.copy(codes), self._memory.copy(scales.to(torch.bfloat16)), bias)
+
+    def _int4(self, name: str, cut: Cut | None, transposed: bool) -> Int4Blocks | None:
         """As stored, or rounded to 4 bits now; None where the shape does not allow it."""
-        cut = self._plan.cut(style)
         blocks = self._source.int4(name, cut)
         if blocks is None:
             weight = self._source.dense(name, cut, transposed)
@@ -192,9 +191,8 @@ class StageFiller:
             blocks = int4.quantize(weight)
         return blocks if blocks.shape[0] % _INT4_ROWS == 0 else None
 
-    def _dense(self, name: str, style: Style = Style.WHOLE) -> torch.Tensor:
-        tensor = self._source.dense(self._stored_name(name), self._plan.cut(style) if style is not Style.INPUTS else None)
-        return tensor.to(self._precision.compute)
+    def _dense(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        return self._source.dense(self._stored_name(name), cut).to(self._precision.compute)
 
     def _stored_name(self, name: str) -> str:
         """A tied head is stored as the embedding."""

@@ -26,6 +26,9 @@ _STYLES = {
 }
 
 
+_KV_PROJECTIONS = ("k_proj", "v_proj")
+
+
 class ParallelPlan:
     """The style of each linear of a stage, for `count` shards of which this is number `index`."""
 
@@ -36,6 +39,7 @@ class ParallelPlan:
         config = stage.base.config
         self._plan: dict[str, str] = dict(getattr(config, "base_model_tp_plan", None) or {})
         self._plan |= getattr(type(stage.model), "_tp_plan", None) or {}
+        self._kv_heads: int = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 1)
         if count > 1:
             self._check(config)
 
@@ -47,10 +51,10 @@ class ParallelPlan:
                 field="tensor_parallel",
             )
         heads = getattr(config, "num_attention_heads", 0)
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        if heads % self.count or kv_heads % self.count:
+        if heads % self.count or (self._kv_heads % self.count and self.count % self._kv_heads):
             raise invalid(
-                f"{heads} heads and {kv_heads} KV heads do not divide by tensor_parallel {self.count}", field="tensor_parallel"
+                f"{heads} heads and {self._kv_heads} KV heads do not divide by tensor_parallel {self.count}",
+                field="tensor_parallel",
             )
 
     def style(self, name: str, outputs: int) -> Style:
@@ -65,7 +69,12 @@ class ParallelPlan:
         style = _STYLES[planned]
         return Style.WHOLE if style is Style.GATHERED and outputs % self.count else style
 
-    def cut(self, style: Style) -> Cut | None:
+    def cut(self, style: Style, name: str = "") -> Cut | None:
+        """What this shard holds of the linear `name`; with more shards than KV heads, several hold the same one."""
         if style is Style.WHOLE:
             return None
-        return Cut(1 if style is Style.INPUTS else 0, self.index, self.count)
+        if style is Style.INPUTS:
+            return Cut(1, self.index, self.count)
+        if name.rpartition(".")[2] in _KV_PROJECTIONS and self._kv_heads < self.count:
+            return Cut(0, self.index * self._kv_heads // self.count, self._kv_heads)
+        return Cut(0, self.index, self.count)

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from gateway.api.errors import invalid
+from placement.split import stage_layers
 from workers.engines.torch.attention import ATTENTION
 
 
@@ -75,10 +76,17 @@ class Absent(nn.Module):
         return x if self._identity else torch.zeros(())
 
 
-def layer_range(layers: int, stages: int, stage: int) -> tuple[int, int]:
-    """(first, count). Remainders go to the first stages; the last one also has the head to compute."""
-    each, extra = divmod(layers, stages)
-    return stage * each + min(stage, extra), each + (stage < extra)
+class Layers(nn.ModuleList):
+    """Models iterate over `layers[:n]` in every step, for which a plain ModuleList builds another one."""
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return list(self._modules.values())[index]
+
+
+def shorten_lookups(model: nn.Module) -> None:
+    """Python finds parts of a module only after its own attributes; with hundreds a step, put them there, once all is built."""
+    for module in model.modules():
+        module.__dict__.update(module._modules)
 
 
 def build_stage(config_content: dict[str, Any], stage: int, stages: int, dtype: torch.dtype) -> StageModel:
@@ -90,9 +98,13 @@ def build_stage(config_content: dict[str, Any], stage: int, stages: int, dtype: 
     except ValueError as error:
         raise invalid(f"model_type {family!r} is not known to transformers: {error}", field="source") from error
     config._attn_implementation = ATTENTION
-    first, count = layer_range(config.num_hidden_layers, stages, stage)
-    if count == 0:
-        raise invalid(f"{stages} pipeline stages for {config.num_hidden_layers} layers; use at most one per layer")
+    if stages > config.num_hidden_layers:
+        raise invalid(
+            f"{stages} pipeline stages for {config.num_hidden_layers} layers; use at most one per layer",
+            field="pipeline_parallel",
+        )
+    layers = stage_layers(config.num_hidden_layers, stages, stage)
+    first, count = layers.start, len(layers)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
     model.eval().requires_grad_(False)
@@ -114,7 +126,7 @@ def build_stage(config_content: dict[str, Any], stage: int, stages: int, dtype: 
 
 
 def _keep_layers(base: Any, attribute: str, first: int, count: int) -> None:
-    setattr(base, attribute, nn.ModuleList(list(getattr(base, attribute))[first : first + count]))
+    setattr(base, attribute, Layers(list(getattr(base, attribute))[first : first + count]))
     config = base.config
     config.num_hidden_layers = count
     if getattr(config, "layer_types", None):
