@@ -131,6 +131,7 @@ class Keys:
     def __init__(self, site: str) -> None:
         self.prefix = f"{{modelyard:{site}}}"
         self.revision = f"{self.prefix}:revision"
+        self.identity = f"{self.prefix}:identity"  # which store this is; gone with everything else when it is emptied
         self.audit = f"{self.prefix}:audit"  # stream of every change to desired state
         self.events = f"{self.prefix}:events"  # stream of what happened to observed state
         self.changes = f"{self.prefix}:changes"  # channel: revision of each committed change

@@ -14,7 +14,7 @@ import msgspec
 from google.protobuf.message import Message
 
 from gateway.api.config import DESIRED_KINDS
-from gateway.api.errors import YardError, invalid, not_found
+from gateway.api.errors import ErrorCode, YardError, invalid, not_found, unavailable
 from gateway.api.proto import admin_pb2 as pb
 from gateway.api.proto.admin_pb2_grpc import AdminServicer
 from gateway.api.records import DesiredObject, SiteStatus
@@ -28,7 +28,7 @@ from gateway.state.edits import Put, Write, apply_edit, rollback_edit, switch_ed
 from gateway.state.history import History
 from gateway.state.placement_record import load_placement
 from gateway.state.route_gate import Readiness, gated
-from gateway.state.snapshot import ObjectKey, Observed, Snapshot
+from gateway.state.snapshot import Backup, ObjectKey, Observed, Snapshot
 from gateway.state.store import SiteStore
 from gateway.state.view import SiteView
 
@@ -68,6 +68,7 @@ class AdminService(AdminServicer):
 
     @_answering
     async def Apply(self, request: pb.ApplyRequest, context: Context) -> pb.ApplyResponse:
+        self._check_store()
         puts = [_put(item) for item in request.objects]
         edit: Edit = functools.partial(apply_edit, puts=puts)
         if not request.force:
@@ -100,6 +101,7 @@ class AdminService(AdminServicer):
 
     @_answering
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
+        self._check_store()
         _check_kind(request.kind)
         commit = await self._store.delete(request.kind, request.name, force=request.force, actor=_actor(context))
         return pb.DeleteResponse(change=_change(commit.writes[0]))
@@ -153,7 +155,34 @@ class AdminService(AdminServicer):
         except LOST as error:
             await abort(context, refused(error, "the events"), degraded=True)
 
+    @_answering
+    async def Backup(self, request: pb.BackupRequest, context: Context) -> pb.BackupResponse:
+        snapshot, _ = await self._read(context)
+        backup = Backup.of(self.view.desired if self.view.replaced else snapshot)
+        return pb.BackupResponse(
+            snapshot_json=msgspec.json.encode(backup).decode(), revision=backup.revision, objects=len(backup.objects)
+        )
+
+    @_answering
+    async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.RestoreResponse:
+        held = _snapshot(request.snapshot_json) if request.snapshot_json else self.view.desired
+        if not held.revision:
+            raise YardError(
+                ErrorCode.CONFLICT, "this gateway holds no state of the site; ask one that does, or give a file of `yard backup`"
+            )
+        if request.discard:
+            await self._store.give_up(self.view.desired, _actor(context))
+            return pb.RestoreResponse(revision=await self._store.revision())
+        written = await self._store.restore(held, _actor(context))
+        return pb.RestoreResponse(written=written, revision=await self._store.revision())
+
+    def _check_store(self) -> None:
+        """A change to a store that was emptied would be the beginning of another site."""
+        if self.view.replaced:
+            raise unavailable(f"changes are refused: {self.view.degraded_reason}", 2.0)
+
     async def _flip(self, edit: Edit, context: Context, *, force: bool) -> pb.SwitchRouteResponse:
+        self._check_store()
         if not force:
             edit = gated(edit, await self._readiness(), explicit=True)
         commit = await self._store.transact(edit, _actor(context))
@@ -187,6 +216,13 @@ def _put(item: pb.Object) -> Put:
             f"the object says {item.kind}/{item.name}, its manifest {inner[0]}/{inner[1]}; make them agree", "objects.name"
         )
     return Put(document, item.generation)
+
+
+def _snapshot(text: str) -> Snapshot:
+    try:
+        return msgspec.json.decode(text, type=Backup).snapshot()
+    except msgspec.MsgspecError as error:
+        raise invalid(f"this is no file of `yard backup`: {error}", "snapshot_json") from error
 
 
 def _change(write: Write) -> pb.Change:

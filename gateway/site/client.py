@@ -68,6 +68,12 @@ class SiteClient:
     def rollback_route(self, route: str, *, force: bool = False) -> admin.SwitchRouteResponse:
         return self._call(self._admin.RollbackRoute, admin.RollbackRouteRequest(route=route, force=force))
 
+    def backup(self) -> admin.BackupResponse:
+        return self._call(self._admin.Backup, admin.BackupRequest())
+
+    def restore(self, snapshot_json: str = "", *, discard: bool = False) -> admin.RestoreResponse:
+        return self._call(self._admin.Restore, admin.RestoreRequest(snapshot_json=snapshot_json, discard=discard))
+
     def events(self, *, follow: bool, last: int) -> Iterator[admin.Event]:
         timeout_s = None if follow else CALL_TIMEOUT_S
         return self._stream(self._admin.Events, admin.EventsRequest(follow=follow, last=last), timeout_s)

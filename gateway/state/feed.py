@@ -15,7 +15,7 @@ from redis.asyncio.client import PubSub
 
 from gateway.api.records import HEARTBEAT_S, HEARTBEAT_TTL_S
 from gateway.state.connection import LOST
-from gateway.state.snapshot import Observed, lost_names, newest
+from gateway.state.snapshot import Observed, Snapshot, lost_names, newest, relation
 from gateway.state.store import SiteStore
 from gateway.state.view import SiteView
 
@@ -32,19 +32,22 @@ class SiteFeed:
     2. Read the whole snapshot. From here on the view is not degraded.
     3. For each announced revision that is not the one read last, read again. Readings are whole and one after the other,
        so revisions are applied in order and a gap cannot stay. An announced heartbeat is read by itself.
-    4. Each HEARTBEAT_S compare the stored revision and read the heartbeats: a lost message is repaired (rule 13), an expired
-       record leaves the view. Each RESYNC_S or so read everything whatever the revision says.
+    4. Each HEARTBEAT_S compare the stored revision and identity, and read the heartbeats: a lost message is repaired (rule 13),
+       an expired record leaves the view. Each RESYNC_S or so read everything whatever the revision says.
     5. Any failure: the view keeps what it has and is degraded (rule 12); begin again at 1. For HEARTBEAT_TTL_S after that,
        missing heartbeats remove nothing, since their senders are only coming back as well.
 
-    What the store has lost and this process still holds is given back to it (the higher generation wins).
+    What the store has lost and this process still holds is given back to it (the higher generation wins), as after a failover
+    to a replica that lagged. A store that was emptied is another store, and nothing is written into that by itself: the view
+    keeps what it has and is degraded until somebody restores (or gives up) what was there.
     """
 
     def __init__(self, view: SiteView, store: SiteStore, *, resync_s: float = RESYNC_S) -> None:
         self._view = view
         self._store = store
         self._resync_s = resync_s
-        self._stored_revision = -1  # of the last reading; less than the view's when the store lost writes
+        # Revision and identity of the last reading; the revision is less than the view's when the store lost writes.
+        self._stored = (-1, "")
         self._keep_until = 0.0
         self._actor = f"feed of {socket.gethostname()}"
 
@@ -62,7 +65,8 @@ class SiteFeed:
         async with self._subscription(keys.changes, keys.observed) as pubsub:
             await self._read_desired()
             await self._read_observed()
-            self._view.set_degraded(None)
+            if not self._view.replaced:
+                self._view.set_degraded(None)
             next_tick, next_resync = self._after(HEARTBEAT_S), self._after(self._resync_s)
             while True:
                 message = await pubsub.get_message(timeout=max(next_tick - time.monotonic(), 0.001))
@@ -73,7 +77,7 @@ class SiteFeed:
                     await self._read_desired()
                     next_resync = self._after(self._resync_s)
                 if now >= next_tick:
-                    if await self._store.revision() != self._stored_revision:
+                    if await self._store.version() != self._stored:
                         await self._read_desired()
                     await self._read_observed()
                     next_tick = self._after(HEARTBEAT_S)
@@ -91,7 +95,7 @@ class SiteFeed:
 
     async def _on_message(self, is_change: bool, text: str) -> None:
         if is_change:
-            if text != str(self._stored_revision):
+            if text != str(self._stored[0]):
                 await self._read_desired()
             return
         kind, _, name = text.partition(":")
@@ -103,14 +107,38 @@ class SiteFeed:
             self._apply(Observed(pools, self._view.gateways, self._view.controller))
 
     async def _read_desired(self) -> None:
-        stored = await self._store.snapshot()
-        lost = lost_names(self._view.desired, stored)
+        stored, held = await self._store.snapshot(), self._view.desired
+        match relation(held, stored):
+            case "replaced":
+                self._stored = (stored.revision, stored.identity)
+                self._replaced(held)
+                return
+            case "given_up":
+                log.warning("what was held here was given up for the store as it is")
+                held = Snapshot()
+        lost = lost_names(held, stored)
         if lost:
             log.warning("the store forgot %s; giving back what is held here", ", ".join(map(str, sorted(lost))))
-            await self._store.restore(self._view.desired, stored, self._actor)
-            stored = await self._store.snapshot()
-        self._stored_revision = stored.revision
-        self._view.apply_desired(newest(self._view.desired, stored))
+            await self._store.give_back(held, stored, self._actor)
+            again = await self._store.snapshot()
+            if relation(held, again) != "same":
+                return  # it was emptied in this moment; the next look sees it
+            stored = again
+        self._stored = (stored.revision, stored.identity)
+        self._view.apply_desired(newest(held, stored))
+        if self._view.replaced:
+            self._view.replaced = False
+            self._view.set_degraded(None)
+
+    def _replaced(self, held: Snapshot) -> None:
+        if not self._view.replaced:
+            reason = (
+                f"the store is not the one that revision {held.revision} was read from: it was emptied or replaced; "
+                "`yard restore` writes what is held here into it, `yard restore --discard` takes it as it is"
+            )
+            log.error("%s; serving what is held until then", reason)
+            self._view.replaced = True
+            self._view.set_degraded(reason)
 
     async def _read_observed(self) -> None:
         self._apply(await self._store.observed())
@@ -126,6 +154,7 @@ class SiteFeed:
         self._view.apply_observed(observed)
 
     def _lost(self, error: BaseException) -> None:
+        self._view.replaced = False
         reason = f"the store cannot be read: {error or type(error).__name__}"
         if not self._view.degraded:
             log.warning("%s; serving from revision %d until it is back", reason, self._view.revision)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -57,20 +58,26 @@ class SiteStore:
     async def revision(self) -> int:
         return int(await self.redis.get(self.keys.revision) or 0)
 
+    async def version(self) -> tuple[int, str]:
+        """Revision and identity: a store that was begun anew may have come to the same revision."""
+        revision, identity = await self.redis.mget(self.keys.revision, self.keys.identity)
+        return int(revision or 0), (identity or b"").decode()
+
     async def snapshot(self) -> Snapshot:
         """All of desired state, read at one revision."""
         async with self.redis.pipeline(transaction=True) as pipe:
             pipe.get(self.keys.revision)
+            pipe.get(self.keys.identity)
             pipe.hgetall(self.keys.tombstones)
             for kind in DESIRED_KINDS:
                 pipe.hgetall(self.keys.desired(kind))
-            revision, tombstones, *hashes = await pipe.execute()
+            revision, identity, tombstones, *hashes = await pipe.execute()
         objects = {}
         for kind, values in zip(DESIRED_KINDS, hashes, strict=True):
             for name, raw in values.items():
                 objects[ObjectKey(kind, name.decode())] = msgspec.json.decode(raw, type=DesiredObject)
         dead = {ObjectKey.parse(name.decode()): int(generation) for name, generation in tombstones.items()}
-        return Snapshot(int(revision or 0), objects, dead)
+        return Snapshot(int(revision or 0), objects, dead, (identity or b"").decode())
 
     async def get(self, kind: str, name: str) -> DesiredObject | None:
         raw = await self.redis.hget(self.keys.desired(kind), name)
@@ -142,8 +149,8 @@ class SiteStore:
 
     async def _commit(self, revision: int, writes: Sequence[Write], actor: str) -> list[Any]:
         now = time.time()
-        keys = [self.keys.revision, self.keys.audit, self.keys.tombstones]
-        args: list[str | bytes | int | float] = [revision, self.keys.changes, actor, now, AUDIT_ENTRIES]
+        keys = [self.keys.revision, self.keys.audit, self.keys.tombstones, self.keys.identity]
+        args: list[str | bytes | int | float] = [revision, self.keys.changes, actor, now, AUDIT_ENTRIES, uuid.uuid4().hex]
         for write in writes:
             keys.append(self.keys.desired(write.key.kind))
             stored = write.before.generation if write.before else 0
@@ -163,13 +170,31 @@ class SiteStore:
                 )
         return await self._desired_script(keys=keys, args=args)
 
-    async def restore(self, held: Snapshot, stored: Snapshot, actor: str) -> int:
-        """Gives back what the store lost and this process still holds; how many names that was."""
-        lost = sorted(lost_names(held, stored))
-        if not lost:
+    async def give_back(self, held: Snapshot, stored: Snapshot, actor: str) -> int:
+        """Writes what the store lost and this process still holds, if it is still the same store; how many names that was."""
+        if not lost_names(held, stored):
             return 0
-        keys = [self.keys.revision, self.keys.audit, self.keys.tombstones, *(self.keys.desired(key.kind) for key in lost)]
-        args: list[Any] = [held.revision, self.keys.changes, actor, time.time(), AUDIT_ENTRIES]
+        return max(0, await self._restore(held, stored, actor, expected=stored.identity, identity=""))
+
+    async def restore(self, held: Snapshot, actor: str) -> int:
+        """Writes whatever the store has not or has older, into any store, which then counts as the one it was taken from."""
+        stored = await self.snapshot()
+        ids = [*held.identity.split(","), *stored.identity.split(",")]
+        known = [each for each in dict.fromkeys(ids) if each and (f"-{each}" not in ids)]
+        return await self._restore(held, stored, actor, expected="", identity=",".join(known) or uuid.uuid4().hex)
+
+    async def give_up(self, held: Snapshot, actor: str) -> None:
+        """Takes the store as it is for the site; whoever holds what it held before drops that."""
+        stored = await self.snapshot()
+        kept = [each for each in stored.identity.split(",") if each] or [uuid.uuid4().hex]
+        dropped = [f"-{each}" for each in held.identity.split(",") if each and each not in kept]
+        await self._restore(Snapshot(), stored, actor, expected="", identity=",".join(dict.fromkeys([*kept, *dropped])))
+
+    async def _restore(self, held: Snapshot, stored: Snapshot, actor: str, *, expected: str, identity: str) -> int:
+        lost = sorted(lost_names(held, stored))
+        keys = [self.keys.revision, self.keys.audit, self.keys.tombstones, self.keys.identity]
+        keys += [self.keys.desired(key.kind) for key in lost]
+        args: list[Any] = [held.revision, self.keys.changes, actor, time.time(), AUDIT_ENTRIES, expected, identity]
         for key in lost:
             kept = held.objects.get(key)
             args += [key.kind, key.name, held.generation(key), msgspec.json.encode(kept) if kept else b""]

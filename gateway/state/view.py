@@ -65,6 +65,7 @@ class SiteView:
         self.rejected: dict[ObjectKey, str] = {}  # stored objects that this version cannot read
         self.degraded = True
         self.degraded_reason = "the first snapshot has not been read yet"
+        self.replaced = False  # Redis answers, but with another store than the one that this view was read from
         self._subscribers: list[Callable[[], None]] = []
         self._synced = asyncio.Event()
 

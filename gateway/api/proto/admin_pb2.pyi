@@ -6,6 +6,36 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class BackupRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class BackupResponse(_message.Message):
+    __slots__ = ("snapshot_json", "revision", "objects")
+    SNAPSHOT_JSON_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    OBJECTS_FIELD_NUMBER: _ClassVar[int]
+    snapshot_json: str
+    revision: int
+    objects: int
+    def __init__(self, snapshot_json: _Optional[str] = ..., revision: _Optional[int] = ..., objects: _Optional[int] = ...) -> None: ...
+
+class RestoreRequest(_message.Message):
+    __slots__ = ("snapshot_json", "discard")
+    SNAPSHOT_JSON_FIELD_NUMBER: _ClassVar[int]
+    DISCARD_FIELD_NUMBER: _ClassVar[int]
+    snapshot_json: str
+    discard: bool
+    def __init__(self, snapshot_json: _Optional[str] = ..., discard: _Optional[bool] = ...) -> None: ...
+
+class RestoreResponse(_message.Message):
+    __slots__ = ("written", "revision")
+    WRITTEN_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    written: int
+    revision: int
+    def __init__(self, written: _Optional[int] = ..., revision: _Optional[int] = ...) -> None: ...
+
 class Object(_message.Message):
     __slots__ = ("kind", "name", "generation", "manifest_json")
     KIND_FIELD_NUMBER: _ClassVar[int]

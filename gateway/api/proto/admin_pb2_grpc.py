@@ -79,6 +79,16 @@ class AdminStub:
                 request_serializer=gateway_dot_api_dot_proto_dot_admin__pb2.EventsRequest.SerializeToString,
                 response_deserializer=gateway_dot_api_dot_proto_dot_admin__pb2.Event.FromString,
                 _registered_method=True)
+        self.Backup = channel.unary_unary(
+                '/modelyard.v1.Admin/Backup',
+                request_serializer=gateway_dot_api_dot_proto_dot_admin__pb2.BackupRequest.SerializeToString,
+                response_deserializer=gateway_dot_api_dot_proto_dot_admin__pb2.BackupResponse.FromString,
+                _registered_method=True)
+        self.Restore = channel.unary_unary(
+                '/modelyard.v1.Admin/Restore',
+                request_serializer=gateway_dot_api_dot_proto_dot_admin__pb2.RestoreRequest.SerializeToString,
+                response_deserializer=gateway_dot_api_dot_proto_dot_admin__pb2.RestoreResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServicer:
@@ -142,6 +152,21 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Backup(self, request, context):
+        """The whole desired state as it is stored, or without the store as this gateway holds it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Restore(self, request, context):
+        """Writes into the store whatever it has not, or has in an older generation; what it has newer stays. Needed after the store
+        was emptied: nothing is given back to such a store by itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -189,6 +214,16 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Events,
                     request_deserializer=gateway_dot_api_dot_proto_dot_admin__pb2.EventsRequest.FromString,
                     response_serializer=gateway_dot_api_dot_proto_dot_admin__pb2.Event.SerializeToString,
+            ),
+            'Backup': grpc.unary_unary_rpc_method_handler(
+                    servicer.Backup,
+                    request_deserializer=gateway_dot_api_dot_proto_dot_admin__pb2.BackupRequest.FromString,
+                    response_serializer=gateway_dot_api_dot_proto_dot_admin__pb2.BackupResponse.SerializeToString,
+            ),
+            'Restore': grpc.unary_unary_rpc_method_handler(
+                    servicer.Restore,
+                    request_deserializer=gateway_dot_api_dot_proto_dot_admin__pb2.RestoreRequest.FromString,
+                    response_serializer=gateway_dot_api_dot_proto_dot_admin__pb2.RestoreResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -434,6 +469,60 @@ class Admin:
             '/modelyard.v1.Admin/Events',
             gateway_dot_api_dot_proto_dot_admin__pb2.EventsRequest.SerializeToString,
             gateway_dot_api_dot_proto_dot_admin__pb2.Event.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Backup(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/modelyard.v1.Admin/Backup',
+            gateway_dot_api_dot_proto_dot_admin__pb2.BackupRequest.SerializeToString,
+            gateway_dot_api_dot_proto_dot_admin__pb2.BackupResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Restore(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/modelyard.v1.Admin/Restore',
+            gateway_dot_api_dot_proto_dot_admin__pb2.RestoreRequest.SerializeToString,
+            gateway_dot_api_dot_proto_dot_admin__pb2.RestoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -19,9 +19,11 @@ from gateway.api.proto import admin_pb2 as pb
 from gateway.api.proto.admin_pb2_grpc import AdminStub, add_AdminServicer_to_server
 from gateway.api.records import ControllerRecord, GroupRecord, PoolRecord, RankRecord, SiteStatus
 from gateway.api.runtime import Runtime
+from gateway.api.tasks import cancelled
 from gateway.servers.admin_service import AdminService
 from gateway.state.feed import SiteFeed
 from gateway.state.history import History
+from gateway.state.snapshot import Backup
 from gateway.state.store import SiteStore
 from gateway.state.view import SiteView
 
@@ -64,8 +66,7 @@ async def admin(own_valkey: ValkeyServer, site: str, tmp_path: Path) -> AsyncIte
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         yield Admin(AdminStub(channel), store, view)
     await server.stop(0)
-    feed.cancel()
-    await asyncio.gather(feed, return_exceptions=True)
+    await cancelled([feed])
     await store.close()
 
 
@@ -270,3 +271,37 @@ async def test_rule_12_reads_go_on_and_changes_are_refused_without_redis(admin: 
             await change
         assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
         assert int(dict(caught.value.trailing_metadata() or ())["retry-after-ms"]) > 0
+
+
+async def test_rule_12_after_a_flush_changes_are_refused_until_it_is_restored(admin: Admin) -> None:
+    """rule 12: by the gateway that still holds it; or, when none does, from a file of `yard backup`."""
+    await admin.apply(model("m"), route("chat", "m"))
+    await until(admin.view, lambda view: "chat" in view.routes)
+    file = await admin.stub.Backup(pb.BackupRequest())
+    assert (file.objects, file.revision) == (2, 1)
+    await admin.store.redis.flushall()
+    await until(admin.view, lambda view: view.replaced)
+    assert (await admin.stub.Backup(pb.BackupRequest())).objects == 2
+    for change in (admin.apply(model("n")), admin.switch("m"), admin.stub.Delete(pb.DeleteRequest(kind="Model", name="m"))):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await change
+        assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert "yard restore" in (refused.value.details() or "")
+    assert (await admin.stub.Restore(pb.RestoreRequest(), metadata=ACTOR)).written == 2
+    await until(admin.view, lambda view: not view.degraded)
+    await admin.apply(model("n"))
+    # What the store has newer stays as it is.
+    assert (await admin.stub.Restore(pb.RestoreRequest(snapshot_json=file.snapshot_json), metadata=ACTOR)).written == 0
+    with pytest.raises(grpc.aio.AioRpcError) as wrong:
+        await admin.stub.Restore(pb.RestoreRequest(snapshot_json="{}"), metadata=ACTOR)
+    assert wrong.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_a_backup_fills_an_empty_store(admin: Admin, own_valkey: ValkeyServer) -> None:
+    await admin.apply(model("m"), route("chat", "m"))
+    file = await admin.stub.Backup(pb.BackupRequest())
+    elsewhere = SiteStore(own_valkey.url, "elsewhere")
+    backup = msgspec.json.decode(file.snapshot_json, type=Backup).snapshot()
+    assert await elsewhere.restore(backup, "ann") == 2
+    assert (await elsewhere.snapshot()).objects == (await admin.store.snapshot()).objects
+    await elsewhere.close()

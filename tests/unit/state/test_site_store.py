@@ -108,8 +108,9 @@ async def test_rule_1_concurrent_writers_lose_no_change(store: SiteStore) -> Non
 async def test_the_script_itself_refuses_a_wrong_generation(store: SiteStore) -> None:
     """A caller with the right revision but a wrong generation (a damaged store) writes nothing."""
     await apply(store, model("m"))
-    keys = [store.keys.revision, store.keys.audit, store.keys.tombstones, store.keys.desired("Model")]
-    answer = await store._desired_script(keys=keys, args=[1, "channel", "ann", 0, 10, "Model", "m", 7, 8, "{}", "changed"])
+    keys = [store.keys.revision, store.keys.audit, store.keys.tombstones, store.keys.identity, store.keys.desired("Model")]
+    args = [1, "channel", "ann", 0, 10, "id", "Model", "m", 7, 8, "{}", "changed"]
+    answer = await store._desired_script(keys=keys, args=args)
     assert answer == [b"conflict", b"Model", b"m", 1]
     assert await store.revision() == 1
 
