@@ -13,6 +13,8 @@ from gateway.api.errors import ErrorCode, YardError
 LOOK_AGAIN_S = 0.05
 """Others make room too, of which this gateway hears only with its own frames and with heartbeats."""
 RATE_MEMORY = 0.1
+CAUTION = 1.15
+"""Times are averages, and an answer that comes too late has cost the same as one in time."""
 LONGEST_RETRY_S = 30.0
 
 
@@ -20,6 +22,8 @@ LONGEST_RETRY_S = 30.0
 class _Entry:
     through: asyncio.Future[None]
     count: int
+    cost: float
+    deadline: float | None
 
 
 @dataclass(slots=True)
@@ -28,32 +32,46 @@ class _Model:
     inside: int = 0  # sequences that were let through and have not ended
     ended_s: float | None = None  # the last end, if requests waited then
     interval_s: float = 0.0  # between two ends while requests wait, on average; 0: not known
+    cost_s: float = 0.0  # from being let through to the end, for each unit of cost; 0: not known
 
-    def ends(self, count: int, now_s: float) -> None:
-        """Only what happens while requests wait says how fast a full model is."""
+    def ends(self, count: int, cost: float, began_s: float, now_s: float) -> None:
+        """A request that was answered whole. Only what happens while requests wait says how fast a full model is."""
         if not len(self.queue):
             self.ended_s = None
             return
         if self.ended_s is not None:
-            gap_s = (now_s - self.ended_s) / count
-            self.interval_s += (gap_s - self.interval_s) * (RATE_MEMORY if self.interval_s else 1.0)
+            self.interval_s = _towards(self.interval_s, (now_s - self.ended_s) / count)
+        self.cost_s = _towards(self.cost_s, (now_s - began_s) / max(cost, 1.0))
         self.ended_s = now_s
+
+    def done_s(self, cost: float, ahead: int) -> float:
+        """Until a request of this cost that lets so many others go first is answered, as far as is known."""
+        return (ahead * self.interval_s + cost * self.cost_s) * CAUTION
+
+
+def _towards(average: float, sample: float) -> float:
+    return average + (sample - average) * RATE_MEMORY if average else sample
 
 
 class Ticket:
     """Lets `count` sequences of a model run, until `leave`; that may be called more than once."""
 
-    __slots__ = ("_gate", "_model", "count")
+    __slots__ = ("_began_s", "_cost", "_count", "_gate", "_model")
 
-    def __init__(self, gate: Gate, model: str, count: int) -> None:
+    def __init__(self, gate: Gate, model: str, count: int, cost: float, began_s: float) -> None:
         self._gate: Gate | None = gate
         self._model = model
-        self.count = count
+        self._count = count
+        self._cost = cost
+        self._began_s = began_s
 
-    def leave(self) -> None:
+    def leave(self, *, answered: bool = False) -> None:
+        """`answered`: whole, so that it says how long requests take."""
         gate, self._gate = self._gate, None
         if gate is not None:
-            gate.left(self._model, self.count)
+            if answered:
+                gate.learn(self._model, self._count, self._cost, self._began_s)
+            gate.left(self._model, self._count)
 
 
 class Gate:
@@ -62,9 +80,10 @@ class Gate:
 
     `enter`, in order:
     1. Nobody waits and there is room, or none of this gateway's is inside: let through at once.
-    2. The wait that is to be expected (requests that wait, times the time between two ends) is longer than what is left of
-       the deadline: RESOURCE_EXHAUSTED at once, with the time after which it is worth trying.
-    3. It waits. When the queue is full, whoever has most in it by weight loses its last (see `FairQueue`).
+    2. It cannot be expected to be answered before its deadline (requests that wait, times the time between two ends, and what
+       it takes itself): RESOURCE_EXHAUSTED at once, with the time after which it is worth trying.
+    3. It waits. When the queue is full, whoever has most in it by weight loses its last (see `FairQueue`). When its turn
+       comes and what is left is too short by then, it is refused too: computing it would only make others late.
     """
 
     def __init__(self, room: Callable[[str, int], int | None], limit: Callable[[str], int]) -> None:
@@ -77,21 +96,15 @@ class Gate:
     def waiting(self) -> int:
         return sum(len(model.queue) for model in self._models.values())
 
-    def expected_wait_s(self, model: str) -> float:
-        """Of a request that comes now; 0 when nothing is known yet."""
-        state = self._models.get(model)
-        return (len(state.queue) + 1) * state.interval_s if state is not None and len(state.queue) else 0.0
-
     async def enter(self, model: str, caller: Caller, *, count: int, cost: float, deadline: float | None) -> Ticket:
         state = self._models.setdefault(model, _Model())
+        loop = asyncio.get_running_loop()
         if not len(state.queue) and self._has_room(model, state, count):
             state.inside += count
-            return Ticket(self, model, count)
-        loop = asyncio.get_running_loop()
-        wait_s = (len(state.queue) + 1) * state.interval_s
-        if deadline is not None and loop.time() + wait_s > deadline:
-            raise self._refusal(model, state, f"about {wait_s:.1f} s of waiting are longer than the deadline")
-        entry = _Entry(loop.create_future(), count)
+            return Ticket(self, model, count, cost, loop.time())
+        if deadline is not None and loop.time() + state.done_s(cost, len(state.queue) + 1) > deadline:
+            raise self._too_late(model, state)
+        entry = _Entry(loop.create_future(), count, cost, deadline)
         waiting = Waiting(entry, caller.tenant, caller.spec.weight, caller.priority, cost, loop.time())
         refused = state.queue.push(waiting, self._limit(model))
         if refused is not None:
@@ -108,12 +121,13 @@ class Gate:
             if entry.through.done() and not entry.through.cancelled() and entry.through.exception() is None:
                 self.left(model, count)  # it was let through in the moment in which its caller left
             raise
-        return Ticket(self, model, count)
+        return Ticket(self, model, count, cost, loop.time())
+
+    def learn(self, model: str, count: int, cost: float, began_s: float) -> None:
+        self._models[model].ends(count, cost, began_s, asyncio.get_running_loop().time())
 
     def left(self, model: str, count: int) -> None:
-        state = self._models[model]
-        state.ends(count, asyncio.get_running_loop().time())
-        state.inside -= count
+        self._models[model].inside -= count
         self.pump(model)
 
     def pump(self, model: str) -> None:
@@ -121,15 +135,27 @@ class Gate:
         state = self._models.get(model)
         if state is None:
             return
+        now_s = asyncio.get_running_loop().time()
         while len(state.queue) and self._has_room(model, state, 1):
-            waiting = state.queue.pop(asyncio.get_running_loop().time())
-            if waiting is not None and not waiting.who.through.done():
-                state.inside += waiting.who.count
-                waiting.who.through.set_result(None)
+            waiting = state.queue.pop(now_s)
+            if waiting is None or waiting.who.through.done():
+                continue
+            entry = waiting.who
+            if entry.deadline is not None and now_s + state.done_s(entry.cost, 0) > entry.deadline:
+                entry.through.set_exception(self._too_late(model, state))
+                continue
+            state.inside += entry.count
+            entry.through.set_result(None)
 
     def _has_room(self, model: str, state: _Model, count: int) -> bool:
         room = self._room(model, state.inside)
         return room is None or room >= count or not state.inside
+
+    def _too_late(self, model: str, state: _Model) -> YardError:
+        wait_s = len(state.queue) * state.interval_s
+        return self._refusal(
+            model, state, f"{len(state.queue)} requests wait, about {wait_s:.1f} s, which the deadline does not allow"
+        )
 
     def _refusal(self, model: str, state: _Model, cause: str) -> YardError:
         retry_s = min(LONGEST_RETRY_S, max(0.1, len(state.queue) * state.interval_s))

@@ -322,7 +322,7 @@ class Generation:
             self._entering.cancel()
         self._drop_sequences()
         if self._ticket is not None:
-            self._ticket.leave()
+            self._ticket.leave(answered=self.done)
         if self._charged and self._path.quotas is not None:
             self._path.quotas.charge(self._caller, self.tokens)
         self._flight.wake()

@@ -119,7 +119,7 @@ async def test_the_gate_lets_through_as_there_is_room_and_refuses_hopeless_waits
     ticket = await second
     assert gate.waiting == 0
     gate._models["m"].interval_s = 2.0
-    with pytest.raises(YardError, match="longer than the deadline") as late:
+    with pytest.raises(YardError, match="the deadline does not allow") as late:
         await enter(deadline=loop.time() + 1)
     assert late.value.code is ErrorCode.EXHAUSTED
     patient = enter(deadline=loop.time() + 10)
