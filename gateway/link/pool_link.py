@@ -177,6 +177,12 @@ class PoolLink:
             self._outbox_ready.set()
         self._close_when_idle()
 
+    def stop(self, sequence: int) -> None:
+        """Stops a sequence whose end is still to be heard: it says what the sequence took."""
+        if sequence in self._flights and self.up:
+            self._outbox.cancels.append(sequence)
+            self._outbox_ready.set()
+
     # ---------------------------------------------------------------- life
 
     def retire(self, reason: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
@@ -23,6 +24,8 @@ from gateway.text.model_text import ModelText
 # How long a request waits for a pool that holds the model but cannot be reached, or that held it until so long ago: a
 # restarted driver adopts its ranks in seconds. Then UNAVAILABLE.
 REPLICA_WAIT_S = 10.0
+# How long an answer that a stop string ended here waits for what the pool says of it. Drivers say it within a step.
+SETTLE_S = 0.25
 
 
 @dataclass(slots=True)
@@ -63,6 +66,7 @@ class Generation:
         self._expired = False
         self._choices: list[ChoiceStream] = []
         self._running = 0
+        self._unsettled: set[int] = set()  # choices that a stop string ended, of which the pool has not said the end
         self._submits: list[Submit] = []
         self._flight = Flight()
         self._link: PoolLink | None = None
@@ -152,17 +156,20 @@ class Generation:
         if request.prompt_ids is not None:
             check_ids(request.prompt_ids, text.vocabulary_size, request.named("prompt_ids"))
             return list(request.prompt_ids)
-        prompt = text.render_chat(request.messages, tools=request.tools) if request.messages else request.prompt or ""
+        if request.messages is not None:
+            chat = text.render_chat(request.messages, tools=request.tools)
+            check_length(request, chat.text, context * text.longest_token)
+            return await text.encode_chat(chat)
+        prompt = request.prompt or ""
         check_length(request, prompt, context * text.longest_token)
-        # A chat template writes its own beginning-of-sequence token.
-        special = request.add_special_tokens and request.messages is None
-        return await text.encode(prompt, add_special_tokens=special)
+        return await text.encode(prompt, add_special_tokens=request.add_special_tokens)
 
     def _prepare(self, text: ModelText, prompt_ids: list[int], max_tokens: int) -> None:
         request, resolved = self.request, self.resolved
         assert resolved is not None
         sampling = resolved_sampling(request, text.defaults, self._path.rng)
         self.usage.prompt_tokens = len(prompt_ids)
+        self._unsettled.clear()
         self._choices = [ChoiceStream(index, request, text, prompt_ids) for index in range(request.n)]
         self._running = request.n
         self._submits = []
@@ -229,7 +236,7 @@ class Generation:
                 if isinstance(event, Tokens):
                     self._take(index, event, news)
                 elif isinstance(event, End):
-                    if event.error_code or event.finish_reason == "error":
+                    if (event.error_code or event.finish_reason == "error") and index not in self._unsettled:
                         await self._fail(_end_error(event))
                         break
                     self._end(index, event, news)
@@ -239,6 +246,8 @@ class Generation:
                 else:
                     hold = event
             if news:
+                if self._unsettled and not self._running:
+                    await self._settle()
                 return news
             if hold is not None:
                 return hold
@@ -262,11 +271,27 @@ class Generation:
         if choice.finished:  # by a stop string, of which the engine knows nothing
             self._finish(choice)
             if self._link is not None:
-                self._link.cancel([self._ids[index]])
+                self._unsettled.add(index)
+                self._link.stop(self._ids[index])
+
+    async def _settle(self) -> None:
+        """Waits for the ends of what stop strings ended, for the usage that goes with the last text; not for long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                while self._unsettled and not (self._closed or self._expired):
+                    for index, event in await self._flight.receive():
+                        if isinstance(event, End):
+                            self._heard(index, event)
+                        elif isinstance(event, Lost):
+                            return
+
+    def _heard(self, index: int, end: End) -> None:
+        self._unsettled.discard(index)
+        self.usage.cached_tokens = max(self.usage.cached_tokens, end.cached_tokens)
 
     def _end(self, index: int, end: End, news: list[ChoiceDelta]) -> None:
         choice = self._choices[index]
-        self.usage.cached_tokens = max(self.usage.cached_tokens, end.cached_tokens)
+        self._heard(index, end)
         if choice.finished:
             return
         if (delta := choice.end(end.finish_reason, end.stop_token_id)) is not None:

@@ -133,8 +133,7 @@ class InferenceService(InferenceServicer):
             if request.messages:
                 messages = _messages(request.messages)
                 check_messages(messages)
-                rendered = text.render_chat(messages)
-                ids = await text.encode(rendered, add_special_tokens=False)
+                ids = await text.encode_chat(text.render_chat(messages))
             else:
                 ids = await text.encode(request.text, add_special_tokens=request.add_special_tokens)
             tokens = [text.token_bytes(token).decode("utf-8", "replace") for token in ids]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer
 from gateway.api.errors import invalid
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.detokenizer import ByteDetokenizer, Detokenizer, RingDetokenizer
+from gateway.text.literal_specials import LiteralSpecials
 from gateway.text.token_bytes import token_bytes
 
 # Tokenizing runs at some 2-5 MB/s; up to this many characters it costs the event loop less than a hop to a thread.
@@ -21,6 +23,14 @@ INLINE_CHARACTERS = 4096
 PROMPT_TAIL_TOKENS = 6
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation as its template renders it. `mark` stands before each special token that is only text; "" = none is."""
+
+    text: str
+    mark: str
 
 
 class ModelText:
@@ -55,6 +65,7 @@ class ModelText:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._table = token_bytes(self._tokenizer, spec)
+        self._specials = LiteralSpecials(source, spec, model=model)
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocabulary_size = max(vocabulary.values(), default=-1) + 1
         self.longest_token = max(map(len, vocabulary), default=0)  # in characters
@@ -72,13 +83,20 @@ class ModelText:
         # The batch call is the one that releases the interpreter lock; "fast" skips offsets, which nobody reads.
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] | None = None) -> str:
+    async def encode_chat(self, prompt: ChatPrompt) -> list[int]:
+        """A chat template writes its own beginning-of-sequence token, so none is added."""
+        if not prompt.mark:
+            return await self.encode(prompt.text, add_special_tokens=False)
+        return await asyncio.to_thread(self._specials.encode, prompt.text, prompt.mark)
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] | None = None) -> ChatPrompt:
         if self._template is None:
             raise invalid(
                 f"model `{self.model}` has no chat template: set spec.chat_template in its manifest, or send a plain prompt",
                 field="messages",
             )
-        return self._template.render(messages, tools=tools)
+        (messages, tools), mark = self._specials.marked([messages, tools])
+        return ChatPrompt(self._template.render(messages, tools=tools), mark)
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         """For one answer that continues `prompt_ids`."""

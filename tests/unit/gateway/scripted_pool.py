@@ -22,6 +22,7 @@ class SubmittedSequence:
     def __init__(self, link: _Link, submit: Submit) -> None:
         self._link = link
         self.submit = submit
+        self.cached_tokens = 0
         self.cancelled = asyncio.Event()
 
     def tokens(self, ids: Sequence[int], logprobs: Sequence[Logprob] = ()) -> None:
@@ -162,4 +163,6 @@ class ScriptedPool(PoolLinkServicer):
                 else:
                     self._submitted.put_nowait(sequence)
             for cancelled in frame.cancels:
-                link.sequences[cancelled].cancelled.set()
+                sequence = link.sequences[cancelled]
+                sequence.cancelled.set()
+                sequence.end("cancelled", cached_tokens=sequence.cached_tokens)

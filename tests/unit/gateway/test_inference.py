@@ -519,3 +519,32 @@ async def test_a_client_generated_from_the_published_proto(
     assert (lines[0], lines[-2:]) == ("ab", [lines[-2], "NOT_FOUND"])
     assert "".join(line.split(" ")[0] for line in lines[1:-1]) == "ab"
     assert [line.endswith("True") for line in lines[1:-1]] == [False] * (len(lines) - 3) + [True]
+
+
+@pytest.mark.parametrize("frame", ["one", "several"])
+async def test_rule_17_usage_is_complete_when_a_stop_string_ends_the_answer(
+    lone: LoneGateway, pool: ScriptedPool, byte_level: Path, frame: str
+) -> None:
+    """rule 17: of the stop string only the gateway knows, of the cached tokens only the pool, which says it at the end."""
+    call = lone.inference.GenerateStream(request(stop=["STOP"]), timeout=5)
+    sequence = await pool.next()
+    sequence.cached_tokens = 16
+    ids = ids_of(byte_level, "yes STOP here")
+    for part in [ids] if frame == "one" else [[token] for token in ids]:
+        sequence.tokens(part)
+    chunks = [chunk async for chunk in call]
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == "yes "
+    assert chunks[-1].usage.cached_tokens == 16
+    assert sequence.cancelled.is_set()
+    assert lone.links.in_flight == 0
+
+
+async def test_a_pool_that_never_says_the_end_delays_a_stopped_answer_only_so_long(
+    lone: LoneGateway, pool: ScriptedPool, byte_level: Path
+) -> None:
+    call = lone.inference.Generate(request(stop=["STOP"]), timeout=5)
+    sequence = await pool.next()
+    sequence.end = lambda *_, **__: None  # type: ignore[method-assign]
+    sequence.tokens(ids_of(byte_level, "yes STOP here"))
+    assert (await call).choices[0].text == "yes "
+    assert lone.links.in_flight == 0
