@@ -247,7 +247,8 @@ class PoolLink:
     async def _read(self, call: LinkCall) -> None:
         flights = self._flights
         async for frame in call:
-            if frame.tokens or frame.ends:
+            # Ends of what was cancelled or refused say nothing of computing.
+            if frame.tokens or any(end.finish_reason in ("stop", "length") for end in frame.ends):
                 self._progress()
             for tokens in frame.tokens:
                 if self._held:
