@@ -96,12 +96,19 @@ class Gate:
     def waiting(self) -> int:
         return sum(len(model.queue) for model in self._models.values())
 
-    async def enter(self, model: str, caller: Caller, *, count: int, cost: float, deadline: float | None) -> Ticket:
+    def enter_now(self, model: str, *, count: int, cost: float) -> Ticket | None:
+        """None when it has to wait."""
         state = self._models.setdefault(model, _Model())
+        if len(state.queue) or not self._has_room(model, state, count):
+            return None
+        state.inside += count
+        return Ticket(self, model, count, cost, asyncio.get_running_loop().time())
+
+    async def enter(self, model: str, caller: Caller, *, count: int, cost: float, deadline: float | None) -> Ticket:
+        if (ticket := self.enter_now(model, count=count, cost=cost)) is not None:
+            return ticket
+        state = self._models[model]
         loop = asyncio.get_running_loop()
-        if not len(state.queue) and self._has_room(model, state, count):
-            state.inside += count
-            return Ticket(self, model, count, cost, loop.time())
         if deadline is not None and loop.time() + state.done_s(cost, len(state.queue) + 1) > deadline:
             raise self._too_late(model, state)
         entry = _Entry(loop.create_future(), count, cost, deadline)

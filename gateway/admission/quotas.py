@@ -71,6 +71,12 @@ class Quotas:
             )
         account.take(prompt_tokens)
 
+    def give_back(self, caller: Caller, prompt_tokens: int) -> None:
+        """Of a request that was admitted and then refused for another reason."""
+        account = self._account(caller)
+        if account is not None and not (self._away and self._without_redis == "allow"):
+            account.lent(1, prompt_tokens)
+
     def charge(self, caller: Caller, tokens: int) -> None:
         """The tokens of an answer that ended."""
         account = self._account(caller)

@@ -18,6 +18,7 @@ from gateway.api.records import PoolRecord
 from gateway.api.runtime import SECRET_METADATA_KEY
 from gateway.api.tasks import cancelled
 from gateway.link.flight import Flight, Lost
+from gateway.link.pool_load import PoolLoad
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +66,7 @@ class PoolLink:
         self._on_change = on_change
         self._on_load = on_load
         self._states: dict[str, Counter[str]] = {}
-        self._reported: dict[str, int] = {}  # outstanding tokens by model, as the driver last said
-        self._sent: dict[str, int] = {}  # tokens submitted since it said so
-        self._sequences: dict[str, int] = {}  # those that run or wait there, by model, as the driver last said
-        self._sent_sequences: dict[str, int] = {}
-        self._waiting: dict[str, int] = {}
+        self.load = PoolLoad()
         self._flights: dict[int, tuple[Flight, int]] = {}
         self._held: set[int] = set()  # of the flights, those whose model is being brought in
         self._progress_s = 0.0
@@ -86,15 +83,11 @@ class PoolLink:
     def update(self, record: PoolRecord) -> None:
         """Takes over a newer heartbeat of the same incarnation."""
         states: dict[str, Counter[str]] = {}
-        reported, sequences, waiting = Counter[str](), Counter[str](), Counter[str]()
         for group in record.groups:
             states.setdefault(group.model, Counter())[group.state] += 1
-            reported[group.model] += group.outstanding_tokens
-            sequences[group.model] += group.running + group.waiting
-            waiting[group.model] += group.waiting
         self._states = states
-        if not self.up or not self._flights:  # frames are fresher than heartbeats, and come only with requests
-            self._reported, self._sequences, self._waiting = reported, sequences, waiting
+        if not self.up or not self._flights:
+            self.load.observe(record)
 
     def groups(self, model: str, state: str) -> int:
         counter = self._states.get(model)
@@ -109,14 +102,7 @@ class PoolLink:
         return [model for model, states in self._states.items() if states["ready"] or states["parked"]]
 
     def outstanding_tokens(self, model: str) -> int:
-        return self._reported.get(model, 0) + self._sent.get(model, 0)
-
-    def sequences(self, model: str) -> int:
-        """Those that run or wait in the pool, of all gateways, with what this one sent since it was last told."""
-        return self._sequences.get(model, 0) + self._sent_sequences.get(model, 0)
-
-    def waiting(self, model: str) -> int:
-        return self._waiting.get(model, 0)
+        return self.load.outstanding_tokens(model)
 
     @property
     def is_stuck(self) -> bool:
@@ -161,8 +147,7 @@ class PoolLink:
             submit.id = self._next_id
             self._next_id += 1
             self._flights[submit.id] = (flight, index)
-            self._sent[submit.model] = self._sent.get(submit.model, 0) + len(submit.prompt_ids) + submit.max_tokens
-            self._sent_sequences[submit.model] = self._sent_sequences.get(submit.model, 0) + 1
+            self.load.sent(submit)
             ids.append(submit.id)
         self._outbox.submits.extend(submits)
         self._outbox_ready.set()
@@ -264,11 +249,7 @@ class PoolLink:
                 if (entry := flights.pop(end.id, None)) is not None:
                     entry[0].push(entry[1], end)
             for load in frame.loads:
-                self._reported[load.model] = load.outstanding_tokens
-                self._sequences[load.model] = load.running + load.waiting
-                self._waiting[load.model] = load.waiting
-                self._sent.pop(load.model, None)
-                self._sent_sequences.pop(load.model, None)
+                self.load.told(load)
                 self._on_load(load.model)
             if frame.ends:
                 self._close_when_idle()
@@ -314,8 +295,7 @@ class PoolLink:
         was_up, self.up = self.up, False
         self.reason = reason
         flights, self._flights = {flight for flight, _ in self._flights.values()}, {}
-        self._sent.clear()
-        self._sent_sequences.clear()
+        self.load.forget_sent()
         self._held.clear()
         self._stuck = False
         if self._probe is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 
 from gateway.admission.caller import Caller, identify
@@ -18,8 +17,8 @@ from gateway.routing import route_table
 from gateway.routing.ask import Ask
 from gateway.servers.choice_stream import ChoiceDelta, ChoiceStream
 from gateway.servers.generation_path import RETRY_AFTER_S, GenerationPath
-from gateway.servers.request import UINT64, GenerationRequest, answer_budget, check, check_ids, check_length, resolved_sampling
-from gateway.text.model_text import ModelText
+from gateway.servers.request import GenerationRequest, answer_budget, check, check_ids, resolved_sampling
+from gateway.servers.submits import prompt_tokens, submits
 
 # How long a request waits for a pool that holds the model but cannot be reached, or that held it until so long ago: a
 # restarted driver adopts its ranks in seconds. Then UNAVAILABLE.
@@ -123,73 +122,49 @@ class Generation:
         if path.quotas is not None:
             await path.quotas.admit(self._caller, self.usage.prompt_tokens)
             self._charged = True
-        cost = (self.usage.prompt_tokens + self._submits[0].max_tokens) * request.n
-        entering = path.gate.enter(self.model, self._caller, count=request.n, cost=cost, deadline=request.deadline)
-        self._ticket = await self._unless_closed(entering)
+        self._ticket = await self._take_turn()
         if resolved.shadow is not None:
             path.shadows.offer(request, resolved.shadow)
 
-    async def _unless_closed(self, entering: Awaitable[Ticket]) -> Ticket:
-        """A client that leaves while it waits gives its place up at once (rule 10)."""
-        task = asyncio.ensure_future(entering)
-        self._entering = task
+    async def _take_turn(self) -> Ticket:
+        """A client that leaves while it waits gives its place up at once (rule 10); who is refused has used no quota."""
+        path, request = self._path, self.request
+        cost = (self.usage.prompt_tokens + self._submits[0].max_tokens) * request.n
+        ticket = path.gate.enter_now(self.model, count=request.n, cost=cost)
+        if ticket is not None:
+            return ticket
+        entering = path.gate.enter(self.model, self._caller, count=request.n, cost=cost, deadline=request.deadline)
+        self._entering = asyncio.ensure_future(entering)
         try:
-            return await task
+            ticket = await self._entering
+        except YardError:
+            if self._charged and path.quotas is not None:
+                path.quotas.give_back(self._caller, self.usage.prompt_tokens)
+            raise
         except asyncio.CancelledError:
             if self._closed:
                 raise YardError(ErrorCode.CANCELLED, "the client left") from None
             raise
         finally:
             self._entering = None
+        if self._closed:
+            ticket.leave()
+        return ticket
 
     async def _aim(self, resolved: route_table.Resolved) -> None:
         """Makes the sequences for one model, ready to be sent."""
-        self.resolved = resolved
+        self.resolved, request = resolved, self.request
         text = await self._path.text(resolved)
         context = self._path.context(resolved, text)
-        prompt_ids = await self._prompt_ids(text, context)
-        check_ids(self.request.stop_token_ids, text.vocabulary_size, "stop_token_ids")
-        self._prepare(text, prompt_ids, answer_budget(self.request, len(prompt_ids), context))
-
-    async def _prompt_ids(self, text: ModelText, context: int) -> list[int]:
-        request = self.request
-        if request.prompt_ids is not None:
-            check_ids(request.prompt_ids, text.vocabulary_size, request.named("prompt_ids"))
-            return list(request.prompt_ids)
-        if request.messages is not None:
-            chat = text.render_chat(request.messages, tools=request.tools)
-            check_length(request, chat.text, context * text.longest_token)
-            return await text.encode_chat(chat)
-        prompt = request.prompt or ""
-        check_length(request, prompt, context * text.longest_token)
-        return await text.encode(prompt, add_special_tokens=request.add_special_tokens)
-
-    def _prepare(self, text: ModelText, prompt_ids: list[int], max_tokens: int) -> None:
-        request, resolved = self.request, self.resolved
-        assert resolved is not None
+        prompt_ids = await prompt_tokens(request, text, context)
+        check_ids(request.stop_token_ids, text.vocabulary_size, "stop_token_ids")
+        max_tokens = answer_budget(request, len(prompt_ids), context)
         sampling = resolved_sampling(request, text.defaults, self._path.rng)
         self.usage.prompt_tokens = len(prompt_ids)
         self._unsettled.clear()
         self._choices = [ChoiceStream(index, request, text, prompt_ids) for index in range(request.n)]
         self._running = request.n
-        self._submits = []
-        for index in range(request.n):
-            submit = Submit(
-                model=resolved.model,
-                prompt_ids=prompt_ids,
-                max_tokens=max_tokens,
-                sampling=sampling,
-                stop_token_ids=request.stop_token_ids,
-                ignore_eos=request.ignore_eos,
-                tenant=self._caller.tenant,
-                tenant_weight=self._caller.spec.weight,
-                priority=resolved.entry.spec.priority + self._caller.priority,
-                shadow=request.shadow,
-                request_id=request.request_id,
-                traceparent=request.traceparent,
-            )
-            submit.sampling.seed = (sampling.seed + index) % UINT64
-            self._submits.append(submit)
+        self._submits = submits(request, resolved, self._caller, prompt_ids=prompt_ids, max_tokens=max_tokens, sampling=sampling)
 
     async def _launch(self, avoid: PoolLink | None) -> None:
         """Sends the sequences to a pool that has the model, for which it may wait; at first not to the one that just failed."""

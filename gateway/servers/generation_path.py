@@ -83,7 +83,7 @@ class GenerationPath:
         if entry is None or not links:
             return None  # whoever is let through waits for a replica, or is told why there is none
         groups = sum(link.ready_groups(model) or link.groups(model, "parked") for link in links)
-        there = sum(link.sequences(model) for link in links)
+        there = sum(link.load.sequences(model) for link in links)
         return OVERCOMMIT * entry.spec.limits.concurrency * groups - max(there, inside)
 
     def _queue_limit(self, model: str) -> int:

@@ -55,7 +55,7 @@ class ShadowTraffic:
 
     def _is_busy(self, model: str) -> bool:
         links = self._path.links.rotation(model)
-        return not any(link.ready_groups(model) and not link.waiting(model) for link in links)
+        return not any(link.ready_groups(model) and not link.load.waiting(model) for link in links)
 
     async def _answer(self, copy: GenerationRequest) -> None:
         from gateway.servers.generation import Generation

@@ -276,3 +276,34 @@ async def test_rule_10_a_client_that_leaves_the_queue_never_reaches_the_pool(lon
     await asyncio.gather(*running)
     assert pool.idle()
     assert lone.path.gate._models["m"].inside == 0
+
+
+async def test_whoever_the_gate_refuses_has_used_no_quota(lone: LoneGateway, pool: ScriptedPool) -> None:
+    lone.put_model("m", concurrency=1, queue=0)
+
+    class Counted:
+        balance = 0
+
+        async def admit(self, caller: Caller, prompt_tokens: int) -> None:
+            self.balance += prompt_tokens
+
+        def give_back(self, caller: Caller, prompt_tokens: int) -> None:
+            self.balance -= prompt_tokens
+
+        def charge(self, caller: Caller, tokens: int) -> None:
+            self.balance += tokens
+
+    counted = Counted()
+    lone.path.quotas = counted  # type: ignore[assignment]
+    request = pb.GenerateRequest(model="m", prompt_ids=pb.TokenIds(ids=[5, 6, 7]), max_tokens=2)
+    running = [lone.inference.Generate(request, timeout=10) for _ in range(2)]
+    sequences = [await pool.next() for _ in running]
+    assert counted.balance == 6
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await lone.inference.Generate(request, timeout=10)
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert counted.balance == 6
+    for sequence in sequences:
+        sequence.end("length", tokens=[5, 6])
+    await asyncio.gather(*running)
+    await until(lambda: counted.balance == 10)

@@ -14,6 +14,7 @@ from test_routing import view
 
 from gateway.api.config import RouteSpec
 from gateway.api.proto import inference_pb2 as pb
+from gateway.api.proto.pool_pb2 import ModelLoad
 from gateway.routing.ask import Ask
 from gateway.routing.route_table import Resolved, resolve
 from gateway.state.view import SiteView
@@ -263,6 +264,6 @@ async def test_a_shadow_is_dropped_while_others_wait_for_its_model(
     answering(pool, byte_level, "m")
     lone.put("Route", "chat", {"targets": [{"model": "m"}], "shadow": {"model": "n"}})
     link = next(link for link in lone.links.holding("n"))
-    link._waiting["n"] = 1
+    link.load.told(ModelLoad(model="n", waiting=1))
     await lone.inference.Generate(prompt(), timeout=5)
     assert two.idle()

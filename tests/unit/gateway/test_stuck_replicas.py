@@ -10,6 +10,7 @@ from lone_gateway import LoneGateway, ids_of, until
 from scripted_pool import ScriptedPool, SubmittedSequence
 
 from gateway.api.proto import inference_pb2 as pb
+from gateway.api.proto.pool_pb2 import ModelLoad
 from gateway.link import pool_link
 
 REQUEST = pb.GenerateRequest(model="m", prompt="x", max_tokens=2)
@@ -27,7 +28,7 @@ def in_rotation(lone: LoneGateway) -> set[str]:
 
 async def stuck_request(lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool) -> tuple[asyncio.Future, SubmittedSequence]:
     """A request that pool `a` has and says nothing of."""
-    lone.links._links["b"]._reported["m"] = 10_000
+    lone.links._links["b"].load.told(ModelLoad(model="m", outstanding_tokens=10_000))
     answer = asyncio.ensure_future(lone.inference.Generate(REQUEST, timeout=20))
     return answer, await pool.next()
 
