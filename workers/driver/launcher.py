@@ -33,10 +33,10 @@ class RankLauncher(Protocol):
 
 def rank_command(config: RankConfig, ranks: int, module: str = RANK_MODULE) -> list[str]:
     """The one command that starts all CPU ranks of a pool: one MPI world (`Connect`/`Accept` between worlds does not work)."""
-    if config.device != "cpu":
+    if config.device != "cpu" and ranks > 1:
         raise invalid(
-            f"pool `{config.pool}`: cuda pools need one rank process a bundle with an NCCL group, which this release does not "
-            "start; use device: cpu"
+            f"pool `{config.pool}`: cuda pools of several devices need one rank process a bundle with an NCCL group, which this "
+            "release does not start; use one pool a device"
         )
     python = [sys.executable, "-m", module, *rank_arguments(config)]
     if ranks == 1:

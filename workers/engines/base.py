@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from workers.comm.base import GroupComm
 from workers.memory.arena import Arena
@@ -30,6 +30,21 @@ class Shard(Protocol):
 
     def close(self) -> None:
         """Give all memory back to the arena."""
+        ...
+
+
+class PendingStep(Protocol):
+    def result(self) -> StepDone:
+        """Waits for the device. Called once, by another thread than the one that enqueues. An error is the end of the process."""
+        ...
+
+
+@runtime_checkable
+class EnqueuingShard(Shard, Protocol):
+    """A shard on a device of its own: the next step can be given to it while it computes one."""
+
+    def begin(self, step: Step) -> PendingStep | None:
+        """As `step`, but returns once the step is enqueued."""
         ...
 
 

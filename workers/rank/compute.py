@@ -2,7 +2,8 @@
 
 Everything that touches a device or a communicator runs on the compute thread, in the order in which the commands arrived.
 Loading only *begins* there (the communicator is made in order, as every member must) and *ends* there (the finished shard
-is installed in order); between the two it has a thread of its own (rule 7).
+is installed in order); between the two it has a thread of its own (rule 7). Shards on a GPU enqueue their steps; a second thread
+waits for what comes of them and reports it, in the same order.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Protocol
 
 from gateway.api.config import ModelSpec
 from workers.comm.base import GroupComm
-from workers.engines.base import Engine, Shard
+from workers.engines.base import Engine, EnqueuingShard, PendingStep, Shard
 from workers.memory.arena import Arena
 from workers.messages import (
     Done,
@@ -66,14 +67,18 @@ class ComputeThread:
         self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._queue.put(prepare)
         self._shards: dict[int, Shard] = {}
+        self._enqueuing: dict[int, EnqueuingShard] = {}  # those of them that are
+        self._pending: queue.SimpleQueue[PendingStep | None] = queue.SimpleQueue()
         self._comms: dict[int, GroupComm] = {}
         self._engines: dict[str, Engine] = {}
         self._abandoned: set[int] = set()  # groups whose load nobody waits for any more
         self._loading: set[int] = set()
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
+        self._results = threading.Thread(target=self._report_results, name="results", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+        self._results.start()
 
     def submit(self, command: LoadShard | UnloadShard | GrowKv | Step | Inventory | Ping) -> None:
         self._queue.put(lambda: self._execute(command))
@@ -97,6 +102,15 @@ class ComputeThread:
                 return
         for group_id in list(self._shards):
             self._close(group_id)
+        self._pending.put(None)
+
+    def _report_results(self) -> None:
+        while (pending := self._pending.get()) is not None:
+            try:
+                self._report(pending.result())
+            except BaseException:  # noqa: BLE001 - the device is lost, and with it all that it holds
+                self._fatal(traceback.format_exc())
+                return
 
     def _execute(self, command: LoadShard | UnloadShard | GrowKv | Step | Inventory | Ping) -> None:
         match command:
@@ -118,8 +132,12 @@ class ComputeThread:
         if shard is None:
             self._report(_failed_step(command, f"rank {self._rank} holds no shard of group {command.group_id}"))
             return
+        enqueuing = self._enqueuing.get(command.group_id)
         try:
-            done = shard.step(command)
+            if enqueuing is not None:
+                pending, done = enqueuing.begin(command), None
+            else:
+                pending, done = None, shard.step(command)
         except Exception as error:
             self._report(_failed_step(command, _describe(error)))
             if len(shard.held().ranks) > 1:
@@ -127,6 +145,8 @@ class ComputeThread:
                 raise
             log.exception("step %d of group %d failed", command.step, command.group_id)
             return
+        if pending is not None:
+            self._pending.put(pending)
         if done is not None:
             self._report(done)
 
@@ -162,6 +182,8 @@ class ComputeThread:
     def _install(self, command: LoadShard, shard: Shard) -> None:
         self._loading.discard(command.group_id)
         self._shards[command.group_id] = shard
+        if isinstance(shard, EnqueuingShard):
+            self._enqueuing[command.group_id] = shard
         if command.group_id in self._abandoned:
             self._abandoned.discard(command.group_id)
             self._close(command.group_id)
@@ -191,6 +213,7 @@ class ComputeThread:
 
     def _close(self, group_id: int) -> None:
         shard = self._shards.pop(group_id, None)
+        self._enqueuing.pop(group_id, None)
         if shard is not None:
             shard.close()
         comm = self._comms.pop(group_id, None)

@@ -20,11 +20,20 @@ from workers.rank.server import RankServer
 
 def run(config: RankConfig, make_comm: GroupCommFactory, make_engine: EngineFactory) -> int:
     """Serve until the process must end; its exit code."""
-    if config.device != "cpu":
-        raise YardError(ErrorCode.INVALID, f"pool {config.pool}: this rank computes on cpu only, its pool says {config.device}")
     # Importing an engine takes seconds: it is there when the first load arrives. A failure shows again, with its reason, there.
     threading.Thread(target=_import_quietly, args=(make_engine,), name="import", daemon=True).start()
-    server = RankServer(config, HostArena(config.capacity_bytes), make_comm, make_engine, join_world)
+    return _serve(RankServer(config, HostArena(config.capacity_bytes), make_comm, make_engine, join_world))
+
+
+def run_on_gpu(config: RankConfig) -> int:
+    """As `run`. YardError without a GPU."""
+    from workers.rank.gpu import GpuRank  # imports torch, which ranks of a cpu pool import beside their start
+
+    rank = GpuRank(config)
+    return _serve(RankServer(config, rank.arena, rank.make_comm, rank.make_engine, rank.prepare))
+
+
+def _serve(server: RankServer) -> int:
     code = asyncio.run(server.serve())
     if code == 0:
         server.close()
@@ -70,4 +79,4 @@ def end_process(code: int) -> None:
 def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s rank %(process)d %(name)s: %(message)s")
     config = parse()
-    end_process(run(config, mpi_comm, engine_of(config)))
+    end_process(run_on_gpu(config) if config.device == "cuda" else run(config, mpi_comm, engine_of(config)))

@@ -6,7 +6,7 @@ import torch
 
 from workers.memory.arena import Arena, Region
 
-_ALIGNMENT = 64  # one cache line, and what torch's own allocator gives
+_ALIGNMENT = 256  # what GPU kernels like best; CPUs need 64
 
 
 class TensorRegion:
@@ -18,8 +18,16 @@ class TensorRegion:
         self._used_bytes = 0
 
     @property
+    def region(self) -> Region:
+        return self._region
+
+    @property
     def committed_bytes(self) -> int:
         return self._region.committed_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        return self._used_bytes
 
     def empty(self, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         """MemoryError when the budget or the arena does not suffice; nothing is allocated then."""

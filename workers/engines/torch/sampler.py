@@ -128,7 +128,7 @@ def _draw(logits: torch.Tensor, states: list[SampleState]) -> torch.Tensor:
     probabilities = torch.softmax(logits / temperature, dim=-1)
     filtered = [row for row, one in enumerate(sampling) if one.top_k > 0 or one.top_p < 1.0]
     tokens = torch.empty(len(states), dtype=torch.int64)
-    uniform = torch.tensor([_uniform(one.seed, state.position) for one, state in zip(sampling, states, strict=True)])
+    uniform = torch.tensor([hashed_uniform(one.seed, state.position) for one, state in zip(sampling, states, strict=True)])
     min_p = torch.tensor([one.min_p for one in sampling]).unsqueeze(1)
     if filtered:
         tokens[filtered] = _draw_filtered(
@@ -170,7 +170,7 @@ def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     return found.clamp_(max=weights.shape[1] - 1)
 
 
-def _uniform(seed: int, position: int) -> float:
+def hashed_uniform(seed: int, position: int) -> float:
     """In [0, 1): the splitmix64 output function (https://prng.di.unimi.it/splitmix64.c) over seed and position."""
     value = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1342543DE82EF95) & _UINT64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64

@@ -1,0 +1,155 @@
+"""Drawing tokens where the logits are: nothing here waits for the GPU.
+
+Random numbers are those of the CPU's sampler, a hash of (seed, position): the same request gives the same numbers in any batch,
+on any rank, and after a preemption. What penalties must know of a sequence is kept on its device, because a step begins before
+the token of the one before it has reached the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from workers.engines.torch.cuda import ops
+from workers.engines.torch.sampler import hashed_uniform
+from workers.messages import NewSequence, SampledToken, Sampling
+
+SPAN = 88.0  # e^-88 is the smallest normal fp32
+_STEPS = 32  # of bisection over SPAN: finer than fp32 can tell logits apart
+
+
+class TokenCounts:
+    """What penalties look at: how often each token was generated, and which occurred at all."""
+
+    def __init__(self, vocabulary: int, new: NewSequence, device: torch.device) -> None:
+        generated = torch.tensor(new.generated, dtype=torch.int64)
+        counts = torch.bincount(generated, minlength=vocabulary).to(torch.float32)
+        seen = counts > 0
+        if new.prompt:
+            seen[torch.tensor(new.prompt)] = True
+        self.counts = counts.to(device)
+        self.seen = seen.to(device)
+
+    def add(self, token: torch.Tensor) -> None:
+        """`token` [1], on the device."""
+        self.counts.index_add_(0, token, torch.ones_like(token, dtype=torch.float32))
+        self.seen.index_fill_(0, token, True)
+
+    def penalize(self, logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+        """[vocabulary] fp32. Repetition as in CTRL (arXiv:1909.05858), presence and frequency as in OpenAI's API."""
+        penalty = sampling.repetition_penalty
+        if penalty != 1.0:
+            punished = torch.where(logits > 0, logits / penalty, logits * penalty)
+            logits = torch.where(self.seen, punished, logits)
+        return logits - sampling.presence_penalty * (self.counts > 0) - sampling.frequency_penalty * self.counts
+
+
+@dataclass
+class DrawState:
+    """Of one sequence."""
+
+    sampling: Sampling
+    position: int  # tokens drawn so far
+    tokens: TokenCounts | None  # only where a penalty looks at them
+
+    @classmethod
+    def start(cls, new: NewSequence, vocabulary: int, device: torch.device) -> DrawState:
+        sampling = new.sampling
+        plain = sampling.repetition_penalty == 1.0 and not sampling.presence_penalty and not sampling.frequency_penalty
+        return cls(sampling, len(new.generated), None if plain else TokenCounts(vocabulary, new, device))
+
+    @property
+    def is_plain_greedy(self) -> bool:
+        return self.sampling.temperature <= 0.0 and self.sampling.logprobs < 0 and self.tokens is None
+
+
+@dataclass(frozen=True)
+class LogProbabilities:
+    """Of rows that asked for them, in their order; on the host once the copy has arrived."""
+
+    rows: list[int]
+    chosen: torch.Tensor  # [rows]
+    ids: torch.Tensor  # [rows, most alternatives asked]
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Drawn:
+    tokens: torch.Tensor  # [n] int64
+    log_probabilities: LogProbabilities | None = None
+
+    def sampled(self, sequences: list[int], states: list[DrawState]) -> tuple[SampledToken, ...]:
+        """Where the tensors are on the host."""
+        tokens: list[int] = self.tokens.tolist()
+        if self.log_probabilities is None:
+            return tuple(SampledToken(sequence, token) for sequence, token in zip(sequences, tokens, strict=True))
+        found = self.log_probabilities
+        told = {row: number for number, row in enumerate(found.rows)}
+        chosen, ids, values = found.chosen.tolist(), found.ids.tolist(), found.values.tolist()
+        sampled = []
+        for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
+            if row not in told:
+                sampled.append(SampledToken(sequence, token))
+                continue
+            number, count = told[row], states[row].sampling.logprobs
+            alternatives = tuple(ids[number][:count]), tuple(values[number][:count])
+            sampled.append(SampledToken(sequence, token, chosen[number], *alternatives))
+        return tuple(sampled)
+
+
+def draw(logits: torch.Tensor, greedy: torch.Tensor, states: list[DrawState]) -> Drawn:
+    """logits [n, vocabulary] and the largest of each row. Advances the states; the result is on the device."""
+    if all(state.is_plain_greedy for state in states):
+        for state in states:
+            state.position += 1
+        return Drawn(greedy)
+    raw = logits.float()
+    tokens = greedy.clone()
+    penalized = [row for row, state in enumerate(states) if state.tokens is not None]
+    changed = raw.clone() if penalized else raw
+    for row in penalized:
+        counts = states[row].tokens
+        assert counts is not None
+        changed[row] = counts.penalize(changed[row], states[row].sampling)
+        tokens[row] = changed[row].argmax()
+    random = [row for row, state in enumerate(states) if state.sampling.temperature > 0.0]
+    if random:
+        rows = _on(random, torch.int64, raw.device)
+        tokens[rows] = _draw(changed, rows, [states[row] for row in random])
+    for row in penalized:
+        counts = states[row].tokens
+        assert counts is not None
+        counts.add(tokens[row : row + 1])
+    for state in states:
+        state.position += 1
+    return Drawn(tokens, _log_probabilities(raw, tokens, states))
+
+
+def _log_probabilities(raw: torch.Tensor, tokens: torch.Tensor, states: list[DrawState]) -> LogProbabilities | None:
+    """Those of the model itself, before penalties, temperature and filters."""
+    asked = [row for row, state in enumerate(states) if state.sampling.logprobs >= 0]
+    if not asked:
+        return None
+    rows = _on(asked, torch.int64, raw.device)
+    log = torch.log_softmax(raw[rows], dim=-1)
+    most = min(max(states[row].sampling.logprobs for row in asked), raw.shape[1])
+    values, ids = log.topk(most, dim=-1)
+    return LogProbabilities(asked, log.gather(1, tokens[rows].unsqueeze(1)).squeeze(1), ids, values)
+
+
+def _draw(logits: torch.Tensor, rows: torch.Tensor, states: list[DrawState]) -> torch.Tensor:
+    device = logits.device
+    sampling = [state.sampling for state in states]
+    temperature = _on([one.temperature for one in sampling], torch.float32, device)
+    top_k = _on([one.top_k for one in sampling], torch.int32, device)
+    top_p = _on([one.top_p for one in sampling], torch.float32, device)
+    min_p = _on([one.min_p for one in sampling], torch.float32, device)
+    numbers = _on([hashed_uniform(state.sampling.seed, state.position) for state in states], torch.float32, device)
+    return ops.draw(logits, rows, ops.Filters(temperature, top_k, top_p, min_p), numbers, SPAN, _STEPS)
+
+
+def _on(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """From pinned memory, so that the copy does not wait for what runs; torch keeps it until the copy is done."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)

@@ -1,0 +1,394 @@
+"""Triton kernels for what a step does between library kernels. Called through `ops`, which knows when they may be.
+
+Small batches are bound by reading weights once and by the gaps between kernels, so what is computed around a product is part of
+it, and kernels are launched as programmatic dependents (PDL): each may start, and fetch its first weights, while the one before
+it ends. A kernel launched that way waits (`gdc_wait`) before it touches what others wrote, and always waits, so that whatever
+ran two kernels earlier has ended too.
+"""
+
+# pyright: basic, reportMissingImports=false
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _fetch_lines(at):
+    """Bring the 128 bytes behind each pointer into the L2 cache, without waiting for them."""
+    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+    tl.inline_asm_elementwise(asm, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def rms_norm_kernel(
+    x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    """One row a program. ADD: residual += x, and that is what is normalised."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0)
+    kind = x.dtype
+    x = x.to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+        rounded = x.to(kind)
+        tl.store(residual_ptr + row * size + column, rounded, mask=inside)
+        x = rounded.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    normed = (x * scale).to(kind).to(tl.float32) * weight
+    tl.store(out_ptr + row * size + column, normed.to(kind), mask=inside)
+
+
+@triton.jit
+def silu_mul_kernel(both_ptr, out_ptr, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """both [rows, 2 * size] → silu of its first half times its second."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < size
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    gate = tl.load(both_ptr + row * 2 * size + column, mask=inside, other=0.0)
+    up = tl.load(both_ptr + row * 2 * size + size + column, mask=inside, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    tl.store(out_ptr + row * size + column, (wide * tl.sigmoid(wide) * up).to(gate.dtype), mask=inside)
+
+
+@triton.jit
+def rotate_append_kernel(
+    qkv_ptr,
+    position_ptr,
+    block_ptr,
+    frequency_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cache_ptr,
+    scaling,
+    eps,
+    block_stride,
+    value_offset,
+    next_ptr,
+    next_lines,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+    NORM: tl.constexpr,
+    FETCHERS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One token and GROUP heads of one kind a program. qkv [tokens, HEADS + 2 * KV_HEADS, 2 * HALF].
+
+    Rotates q in place; rotates k and copies k and v to the token's place in the cache of this layer, [.., KV_HEADS, BLOCK_TOKENS,
+    2 * HALF] from `cache_ptr` on in every block. A token of block -1 has no place. FETCHERS programs a token bring what the
+    kernel after the attention reads into the L2 cache: `next_lines` lines of 128 bytes.
+    """
+    if FETCHERS > 0:
+        fetcher = tl.program_id(1) - (HEADS + 2 * KV_HEADS) // GROUP
+        if fetcher >= 0:
+            if PDL:
+                tl.extra.cuda.gdc_launch_dependents()
+            share = tl.cdiv(next_lines, FETCHERS * tl.num_programs(0))
+            first = (tl.program_id(0) * FETCHERS + fetcher) * share
+            for line in range(first, first + share, 64):
+                lines = tl.minimum(line + tl.arange(0, 64), next_lines - 1)
+                _fetch_lines(next_ptr + lines.to(tl.int64) * (128 // (next_ptr.dtype.element_ty.primitive_bitwidth // 8)))
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            return
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    first_head = tl.program_id(1) * GROUP
+    half = tl.arange(0, HALF)
+    frequency = tl.load(frequency_ptr + half)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    source = qkv_ptr + (token * (HEADS + 2 * KV_HEADS) + head[:, None]) * (2 * HALF) + half[None, :]
+    low = tl.load(source)
+    high = tl.load(source + HALF)
+    kind = low.dtype
+    position = tl.load(position_ptr + token)
+    if first_head < HEADS + KV_HEADS:
+        a = low.to(tl.float32)
+        b = high.to(tl.float32)
+        if NORM:
+            weight_ptr = q_weight_ptr if first_head < HEADS else k_weight_ptr
+            scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+            a = (a * scale).to(kind).to(tl.float32) * tl.load(weight_ptr + half).to(tl.float32)[None, :]
+            b = (b * scale).to(kind).to(tl.float32) * tl.load(weight_ptr + HALF + half).to(tl.float32)[None, :]
+        angle = position.to(tl.float32) * frequency
+        cosine = (tl.cos(angle) * scaling)[None, :]
+        sine = (tl.sin(angle) * scaling)[None, :]
+        low = (a * cosine - b * sine).to(kind)
+        high = (b * cosine + a * sine).to(kind)
+    if first_head < HEADS:
+        tl.store(source, low)
+        tl.store(source + HALF, high)
+    else:
+        block = tl.load(block_ptr + token).to(tl.int64)
+        if block >= 0:
+            is_value = first_head >= HEADS + KV_HEADS
+            kv_head = head - HEADS - (KV_HEADS if is_value else 0)
+            place = block * block_stride + (value_offset if is_value else 0)
+            row = kv_head * BLOCK_TOKENS + position % BLOCK_TOKENS
+            target = cache_ptr + place + row[:, None] * (2 * HALF) + half[None, :]
+            tl.store(target, low)
+            tl.store(target + HALF, high)
+
+
+@triton.jit
+def vector_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    norm_ptr,
+    bias_ptr,
+    out_ptr,
+    n,
+    k,
+    eps,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row: out = W x, with W [n, k] (GATED: [2 n, k]) and BLOCK_N outputs a program.
+
+    NORM: x is normalised first (its weight is in norm_ptr). GATED: silu of the first n outputs times the others. ADD: added to
+    what is in out. SCALED: W is in 8 bits with a scale a row.
+    """
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.arange(0, BLOCK_K)
+    rows_inside = (row < n)[:, None]
+    at = weight_ptr + row.to(tl.int64)[:, None] * k + column[None, :]
+    above = n.to(tl.int64) * k
+    inside = rows_inside & (column < k)[None, :]
+    # The first weights do not depend on the kernel before.
+    tile = tl.load(at, mask=inside, other=0.0)
+    if GATED:
+        second = tl.load(at + above, mask=inside, other=0.0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    if GATED:
+        other_total = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
+    squares = tl.zeros([BLOCK_K], tl.float32)
+    for start in range(0, k, BLOCK_K):
+        current = tile
+        following = start + BLOCK_K + column
+        inside = rows_inside & (following < k)[None, :]
+        tile = tl.load(at + start + BLOCK_K, mask=inside, other=0.0)
+        if GATED:
+            current_second = second
+            second = tl.load(at + above + start + BLOCK_K, mask=inside, other=0.0)
+        x = tl.load(x_ptr + start + column, mask=start + column < k, other=0.0).to(tl.float32)
+        if NORM:
+            squares += x * x
+            x *= tl.load(norm_ptr + start + column, mask=start + column < k, other=0.0).to(tl.float32)
+        total += current.to(tl.float32) * x[None, :]
+        if GATED:
+            other_total += current_second.to(tl.float32) * x[None, :]
+    y = tl.sum(total, 1)
+    if NORM:
+        root = tl.rsqrt(tl.sum(squares, 0) / k + eps)
+        y *= root
+    if SCALED:
+        y *= tl.load(scale_ptr + row, mask=row < n, other=0.0).to(tl.float32)
+    if BIAS:
+        y += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)
+    if GATED:
+        up = tl.sum(other_total, 1)
+        if NORM:
+            up *= root
+        if SCALED:
+            up *= tl.load(scale_ptr + n + row, mask=row < n, other=0.0).to(tl.float32)
+        if BIAS:
+            up += tl.load(bias_ptr + n + row, mask=row < n, other=0.0).to(tl.float32)
+        y = y * tl.sigmoid(y) * up
+    if ADD:
+        y += tl.load(out_ptr + row, mask=row < n, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row, y.to(out_ptr.dtype.element_ty), mask=row < n)
+
+
+@triton.jit
+def narrow_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    bias_ptr,
+    out_ptr,
+    m,
+    n,
+    k,
+    SCALED: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    FETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A few rows: out [m, n] = x [m, k] W^T, all rows and BLOCK_N outputs a program. SCALED: W in 8 bits with a scale a row.
+
+    FETCH lines of 128 bytes of every row of W are brought into the L2 cache while the kernel before still runs.
+    """
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tl.arange(0, BLOCK_K)
+    rows_inside = (row < n)[:, None]
+    tokens_inside = (token < m)[None, :]
+    at = weight_ptr + row.to(tl.int64)[:, None] * k + column[None, :]
+    x_at = x_ptr + token[None, :] * k + column[:, None]
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if FETCH > 0:
+        line_elements: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+        known = tl.minimum(row, n - 1).to(tl.int64)[:, None] * k
+        _fetch_lines(weight_ptr + known + tl.arange(0, FETCH)[None, :] * line_elements)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, k, BLOCK_K):
+        columns_inside = start + column < k
+        weight = tl.load(at + start, mask=rows_inside & columns_inside[None, :], other=0.0)
+        x = tl.load(x_at + start, mask=tokens_inside & columns_inside[:, None], other=0.0)
+        total = tl.dot(weight.to(x.dtype), x, total)
+    if SCALED:
+        total *= tl.load(scale_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    if BIAS:
+        total += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
+    target = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=rows_inside & tokens_inside)
+
+
+@triton.jit
+def append_kernel(
+    k_ptr,
+    v_ptr,
+    position_ptr,
+    block_ptr,
+    cache_ptr,
+    block_stride,
+    value_offset,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """k and v [tokens, KV_HEADS, SIZE] to the tokens' places in one layer's cache; see `rotate_append_kernel`."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    element = tl.arange(0, SIZE)
+    block = tl.load(block_ptr + token).to(tl.int64)
+    if block >= 0:
+        offset = tl.load(position_ptr + token) % BLOCK_TOKENS
+        source = (token * KV_HEADS + head)[:, None] * SIZE + element[None, :]
+        target = cache_ptr + block * block_stride + (head * BLOCK_TOKENS + offset)[:, None] * SIZE + element[None, :]
+        tl.store(target, tl.load(k_ptr + source))
+        tl.store(target + value_offset, tl.load(v_ptr + source))
+
+
+@triton.jit
+def draw_kernel(
+    logits_ptr,
+    row_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    uniform_ptr,
+    out_ptr,
+    vocabulary,
+    SPAN: tl.constexpr,
+    STEPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One token for a row of logits: temperature, then top-k, top-p and min-p, then the inverse of the distribution that is left.
+
+    All three filters keep what is above a threshold, which bisection finds: no sort. Below the largest logit by more than SPAN
+    (after temperature) lies nothing that counts.
+    """
+    number = tl.program_id(0)
+    row = tl.load(row_ptr + number).to(tl.int64) * vocabulary
+    inverse = 1.0 / tl.load(temperature_ptr + number)
+    column = tl.arange(0, BLOCK)
+    highest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        inside = start + column < vocabulary
+        x = tl.load(logits_ptr + row + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+        highest = tl.maximum(highest, x)
+    top = tl.max(highest, 0)
+    threshold = -SPAN
+    top_k = tl.load(top_k_ptr + number)
+    if top_k > 0:
+        low = -SPAN
+        high = SPAN * 1e-6
+        for _ in range(STEPS):
+            middle = 0.5 * (low + high)
+            count = tl.zeros([BLOCK], tl.int32)
+            for start in range(0, vocabulary, BLOCK):
+                inside = start + column < vocabulary
+                x = tl.load(logits_ptr + row + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+                count += ((x - top) * inverse >= middle).to(tl.int32)
+            enough = tl.sum(count, 0) >= top_k
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+        threshold = low
+    top_p = tl.load(top_p_ptr + number)
+    if top_p < 1.0:
+        mass = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, vocabulary, BLOCK):
+            inside = start + column < vocabulary
+            x = tl.load(logits_ptr + row + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+            u = (x - top) * inverse
+            mass += tl.where(u >= threshold, tl.exp(u), 0.0)
+        wanted = tl.sum(mass, 0) * top_p
+        low = threshold
+        high = SPAN * 1e-6
+        for _ in range(STEPS):
+            middle = 0.5 * (low + high)
+            mass = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, vocabulary, BLOCK):
+                inside = start + column < vocabulary
+                x = tl.load(logits_ptr + row + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+                u = (x - top) * inverse
+                mass += tl.where(u >= middle, tl.exp(u), 0.0)
+            enough = tl.sum(mass, 0) >= wanted
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+        threshold = low
+    min_p = tl.load(min_p_ptr + number)
+    threshold = tl.maximum(threshold, tl.where(min_p > 0.0, tl.log(tl.maximum(min_p, 1e-30)), -SPAN))
+    mass = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        inside = start + column < vocabulary
+        x = tl.load(logits_ptr + row + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+        u = (x - top) * inverse
+        mass += tl.where(u >= threshold, tl.exp(u), 0.0)
+    target = tl.sum(mass, 0) * tl.load(uniform_ptr + number)
+    running = 0.0
+    chosen = vocabulary
+    last = 0
+    for start in range(0, vocabulary, BLOCK):
+        inside = start + column < vocabulary
+        x = tl.load(logits_ptr + row + start + column, mask=inside, other=float("-inf")).to(tl.float32)
+        u = (x - top) * inverse
+        weight = tl.where(u >= threshold, tl.exp(u), 0.0)
+        passed = (tl.cumsum(weight, 0) + running > target) & (weight > 0.0)
+        chosen = tl.minimum(chosen, tl.min(tl.where(passed, start + column, vocabulary), 0))
+        last = tl.maximum(last, tl.max(tl.where(weight > 0.0, start + column, 0), 0))
+        running += tl.sum(weight, 0)
+    tl.store(out_ptr + number, tl.where(chosen < vocabulary, chosen, last).to(tl.int64))

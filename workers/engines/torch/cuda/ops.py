@@ -1,0 +1,353 @@
+"""What a decoder layer computes between its products, as one kernel each; and products of few rows with what surrounds them.
+
+Each operation is one Triton kernel on a GPU and plain torch elsewhere: that is the reference for tests, and what runs where
+Triton is missing. Activations are [rows, size], contiguous.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from dataclasses import dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from workers.engines.torch.cuda.kv import LayerKv
+
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # Triton's own way of running kernels on a CPU, for tests
+
+
+def _load_kernels() -> ModuleType | None:
+    try:
+        from workers.engines.torch.cuda import kernels
+    except ImportError:
+        return None
+    return kernels
+
+
+_kernels: Any = _load_kernels()
+
+
+def fused(x: torch.Tensor) -> bool:
+    """Whether operations on this tensor are one kernel each."""
+    return _kernels is not None and (x.is_cuda or _INTERPRETED)
+
+
+def _launch(x: torch.Tensor) -> dict[str, Any]:
+    """Programmatic dependent launches exist from Hopper on."""
+    dependent = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return {"PDL": dependent, "launch_pdl": dependent} if dependent else {"PDL": False}
+
+
+# ---------------------------------------------------------------- norm and activation
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """In the rounding of transformers' RMSNorm modules."""
+    if not fused(x):
+        return _plain_norm(x, weight, eps)
+    out = torch.empty_like(x)
+    _norm(x, x, weight, out, eps, add=False)
+    return out
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """residual += x; its norm."""
+    if not fused(x):
+        residual += x
+        return _plain_norm(residual, weight, eps)
+    out = torch.empty_like(x)
+    _norm(x, residual, weight, out, eps, add=True)
+    return out
+
+
+def _norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, *, add: bool) -> None:
+    size = x.shape[-1]
+    block = 1 << (size - 1).bit_length()
+    grid = (x.numel() // size,)
+    warps = 4 if block <= 2048 else 8
+    _kernels.rms_norm_kernel[grid](x, residual, weight, out, size, eps, ADD=add, BLOCK=block, num_warps=warps, **_launch(x))
+
+
+def _plain_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def silu_mul(both: torch.Tensor) -> torch.Tensor:
+    """[rows, 2 * size] → silu of the first half times the second."""
+    rows, size = both.shape[0], both.shape[1] // 2
+    if not fused(both):
+        return F.silu(both[:, :size]) * both[:, size:]
+    out = torch.empty((rows, size), dtype=both.dtype, device=both.device)
+    block = 1024
+    _kernels.silu_mul_kernel[(rows, -(-size // block))](both, out, size, BLOCK=block, num_warps=4, **_launch(both))
+    return out
+
+
+# ---------------------------------------------------------------- rotary positions and the KV cache
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a family turns q and k: inverse frequencies [head_dim / 2] in fp32, and the factor on sines and cosines."""
+
+    frequencies: torch.Tensor
+    scaling: float
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    eps: float = 0.0
+
+
+def rotate_append(
+    qkv: torch.Tensor,
+    heads: int,
+    positions: torch.Tensor,
+    blocks: torch.Tensor,
+    rotation: Rotation,
+    kv: LayerKv,
+    fetch: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """qkv [tokens, heads + 2 * kv_heads, head_dim], straight from the projection → rotated q, [tokens, heads, head_dim].
+
+    k (rotated) and v go to the tokens' places in the cache: block blocks[i], offset positions[i] mod the block's tokens. A token
+    of block -1 has no place. q and k are normalised first where the family does. `fetch`: what the kernel after the attention
+    reads; it comes into the L2 cache while the attention of a few tokens leaves the memory idle.
+    """
+    kv_heads = kv.heads
+    if not fused(qkv):
+        return _plain_rotate_append(qkv, heads, positions, blocks, rotation, kv)
+    group = math.gcd(math.gcd(heads, kv_heads), 8)
+    q_norm, k_norm = rotation.q_norm, rotation.k_norm
+    fetchers = 0 if fetch is None or not qkv.is_cuda else FETCHERS
+    _kernels.rotate_append_kernel[(qkv.shape[0], (heads + 2 * kv_heads) // group + fetchers)](
+        qkv,
+        positions,
+        blocks,
+        rotation.frequencies,
+        rotation.frequencies if q_norm is None else q_norm,
+        rotation.frequencies if k_norm is None else k_norm,
+        kv.keys,
+        rotation.scaling,
+        rotation.eps,
+        kv.keys.stride(0),
+        kv.value_offset,
+        qkv if fetch is None else fetch,
+        0 if fetch is None else fetch.numel() * fetch.element_size() // 128,
+        HEADS=heads,
+        KV_HEADS=kv_heads,
+        HALF=qkv.shape[-1] // 2,
+        BLOCK_TOKENS=kv.block_tokens,
+        GROUP=group,
+        NORM=q_norm is not None,
+        FETCHERS=fetchers,
+        num_warps=1 if group * qkv.shape[-1] <= 512 else 2,
+        **_launch(qkv),
+    )
+    return qkv[:, :heads]
+
+
+def _plain_rotate_append(
+    qkv: torch.Tensor, heads: int, positions: torch.Tensor, blocks: torch.Tensor, rotation: Rotation, kv: LayerKv
+) -> torch.Tensor:
+    q, k, v = qkv.split([heads, kv.heads, kv.heads], dim=1)
+    if rotation.q_norm is not None and rotation.k_norm is not None:
+        q, k = _plain_norm(q, rotation.q_norm, rotation.eps), _plain_norm(k, rotation.k_norm, rotation.eps)
+    angles = positions.float().unsqueeze(1) * rotation.frequencies
+    cosine = (angles.cos() * rotation.scaling).unsqueeze(1)
+    sine = (angles.sin() * rotation.scaling).unsqueeze(1)
+    q, k = _turn(q, cosine, sine), _turn(k, cosine, sine)
+    kv.write(positions, blocks, k, v)
+    return q
+
+
+def _turn(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Tensor:
+    low, high = x.float().chunk(2, dim=-1)
+    return torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1).to(x.dtype)
+
+
+FETCHERS = 120
+
+
+def append(k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor, kv: LayerKv) -> None:
+    """k and v [tokens, kv_heads, head_dim] to the tokens' places in the cache, as `rotate_append`."""
+    size = k.shape[-1]
+    if not fused(k) or size & (size - 1):
+        kv.write(positions, blocks, k, v)
+        return
+    k, v = k.contiguous(), v.contiguous()
+    group = math.gcd(kv.heads, 8)
+    sizes = {"KV_HEADS": kv.heads, "SIZE": size, "BLOCK_TOKENS": kv.block_tokens, "GROUP": group}
+    grid = (k.shape[0], kv.heads // group)
+    _kernels.append_kernel[grid](k, v, positions, blocks, kv.keys, kv.keys.stride(0), kv.value_offset, **sizes, num_warps=1)
+
+
+# ---------------------------------------------------------------- products
+
+VECTOR_TILE = (8, 512)
+NARROW_TILE = (32, 128)
+NARROW_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Weight:
+    """[n, k]; in 8 bits with a scale a row, or in the activations' dtype without."""
+
+    matrix: torch.Tensor
+    scales: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    @property
+    def outputs(self) -> int:
+        return self.matrix.shape[0]
+
+    def widened(self, dtype: torch.dtype) -> torch.Tensor:
+        if self.scales is None:
+            return self.matrix.to(dtype)
+        return self.matrix.to(dtype) * self.scales.to(dtype).unsqueeze(1)
+
+
+def vector_linear(
+    x: torch.Tensor,
+    weight: Weight,
+    *,
+    norm: torch.Tensor | None = None,
+    eps: float = 0.0,
+    gated: bool = False,
+    add_to: torch.Tensor | None = None,
+    tile: tuple[int, int] = VECTOR_TILE,
+    warps: int = 4,
+) -> torch.Tensor:
+    """One row. `norm`: of x, first. `gated`: silu of the first half of the outputs times the second. `add_to` takes the sum."""
+    if not fused(x):
+        return _plain_vector(x, weight, norm, eps, gated, add_to)
+    n = weight.outputs // 2 if gated else weight.outputs
+    out = torch.empty((1, n), dtype=x.dtype, device=x.device) if add_to is None else add_to
+    block_n, block_k = tile
+    _kernels.vector_linear_kernel[(-(-n // block_n),)](
+        x,
+        weight.matrix,
+        x if weight.scales is None else weight.scales,
+        x if norm is None else norm,
+        x if weight.bias is None else weight.bias,
+        out,
+        n,
+        x.shape[-1],
+        eps,
+        NORM=norm is not None,
+        GATED=gated,
+        ADD=add_to is not None,
+        SCALED=weight.scales is not None,
+        BIAS=weight.bias is not None,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        num_warps=warps,
+        **_launch(x),
+    )
+    return out
+
+
+def _plain_vector(
+    x: torch.Tensor, weight: Weight, norm: torch.Tensor | None, eps: float, gated: bool, add_to: torch.Tensor | None
+) -> torch.Tensor:
+    normed = x if norm is None else _plain_norm(x, norm, eps)
+    y = F.linear(normed, weight.widened(x.dtype), weight.bias)
+    y = silu_mul(y) if gated else y
+    return y if add_to is None else add_to.add_(y)
+
+
+def narrow_linear(
+    x: torch.Tensor, weight: Weight, tile: tuple[int, int] = NARROW_TILE, warps: int = 4, stages: int = 4, fetch: int = 0
+) -> torch.Tensor:
+    """A few rows, x [m, k] → [m, n]. `fetch`: see the kernel."""
+    if not fused(x):
+        return F.linear(x, weight.widened(x.dtype), weight.bias)
+    m, k = x.shape
+    n = weight.outputs
+    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
+    block_m = min(NARROW_ROWS, max(16, 1 << (m - 1).bit_length()))
+    block_n, block_k = tile
+    _kernels.narrow_linear_kernel[(-(-n // block_n), -(-m // block_m))](
+        x,
+        weight.matrix,
+        x if weight.scales is None else weight.scales,
+        x if weight.bias is None else weight.bias,
+        out,
+        m,
+        n,
+        k,
+        SCALED=weight.scales is not None,
+        BIAS=weight.bias is not None,
+        BLOCK_M=block_m,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        FETCH=fetch if x.is_cuda else 0,
+        num_warps=warps,
+        num_stages=stages,
+        **_launch(x),
+    )
+    return out
+
+
+# ---------------------------------------------------------------- drawing
+
+
+@dataclass(frozen=True)
+class Filters:
+    """By row drawn, each [n]. top_k 0, top_p 1 and min_p 0 filter nothing."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+
+
+def draw(
+    logits: torch.Tensor, rows: torch.Tensor, filters: Filters, uniform: torch.Tensor, span: float, steps: int
+) -> torch.Tensor:
+    """Tokens [n] int64 drawn from logits[rows]: temperature, top-k, top-p, min-p, then where the running sum of what is left, in
+    order of token ids, passes `uniform` of it. A filter keeps ties. Logits below the largest by more than `span` do not count.
+    """
+    if not fused(logits):
+        return _plain_draw(logits[rows], filters, uniform)
+    out = torch.empty(rows.shape, dtype=torch.int64, device=logits.device)
+    vocabulary = logits.shape[1]
+    _kernels.draw_kernel[(rows.shape[0],)](
+        logits,
+        rows,
+        filters.temperature,
+        filters.top_k,
+        filters.top_p,
+        filters.min_p,
+        uniform,
+        out,
+        vocabulary,
+        SPAN=span,
+        STEPS=steps,
+        BLOCK=min(4096, 1 << (vocabulary - 1).bit_length()),
+        num_warps=8,
+    )
+    return out
+
+
+def _plain_draw(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> torch.Tensor:
+    vocabulary = logits.shape[1]
+    weights = torch.softmax(logits.float() / filters.temperature.unsqueeze(1), dim=-1)
+    ordered = weights.sort(dim=-1, descending=True).values
+    kth = torch.where(filters.top_k > 0, filters.top_k, vocabulary).clamp(max=vocabulary).long() - 1
+    weights = weights.masked_fill(weights < ordered.gather(1, kth.unsqueeze(1)), 0.0)
+    ordered = ordered.masked_fill(ordered < ordered.gather(1, kth.unsqueeze(1)), 0.0)
+    running = ordered.double().cumsum(-1)
+    wanted = running[:, -1:] * filters.top_p.unsqueeze(1)
+    last = torch.searchsorted(running, wanted).clamp(max=vocabulary - 1)
+    limit = torch.where(filters.top_p.unsqueeze(1) < 1.0, ordered.gather(1, last), torch.zeros_like(ordered[:, :1]))
+    weights = weights.masked_fill(weights < limit, 0.0)
+    weights = weights.masked_fill(weights < filters.min_p.unsqueeze(1) * ordered[:, :1], 0.0)
+    running = weights.double().cumsum(-1)
+    found = torch.searchsorted(running, running[:, -1:] * uniform.unsqueeze(1), right=True).squeeze(1)
+    return found.clamp(max=vocabulary - 1)
