@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 from redis.asyncio import Redis
@@ -60,7 +60,7 @@ class SiteStore:
 
     async def version(self) -> tuple[int, str]:
         """Revision and identity: a store that was begun anew may have come to the same revision."""
-        revision, identity = await self.redis.mget(self.keys.revision, self.keys.identity)
+        revision, identity = cast("list[bytes | None]", await self.redis.mget(self.keys.revision, self.keys.identity))
         return int(revision or 0), (identity or b"").decode()
 
     async def snapshot(self) -> Snapshot:

@@ -23,7 +23,7 @@ import uuid
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -129,7 +129,8 @@ async def _flip(site: Site, flips: int, pause_s: float) -> None:
 async def _commits(site: Site) -> dict[int, tuple[float, str]]:
     """Generation -> (unix time just before its commit, model), from the audit stream."""
     commits = {}
-    for _, entry in await site.redis.xrange(Keys("bench").audit):
+    entries = cast("list[tuple[bytes, dict[bytes, bytes]]]", await site.redis.xrange(Keys("bench").audit))
+    for _, entry in entries:
         if entry[b"kind"] == b"Route":
             spec = json.loads(entry[b"to"])["manifest"]["spec"]
             commits[int(entry[b"generation_to"])] = (float(entry[b"time"]), spec["targets"][0]["model"])

@@ -73,10 +73,10 @@ class PacedPool(PoolLinkServicer):
         await cancelled(self._tasks)
         await self._server.stop(None)
 
-    async def Link(self, requests: AsyncIterator[UpFrame], context: grpc.aio.ServicerContext) -> None:
+    async def Link(self, request_iterator: AsyncIterator[UpFrame], context: grpc.aio.ServicerContext) -> None:
         stream = _Stream()
         self._streams.add(stream)
-        reader = asyncio.create_task(self._read(stream, requests))
+        reader = asyncio.create_task(self._read(stream, request_iterator))
         try:
             while True:
                 await stream.ready.wait()
