@@ -44,6 +44,8 @@ def model_request(name: str, spec: ModelSpec, checkpoint: Checkpoint) -> ModelRe
         context=min(spec.context or checkpoint.max_context, checkpoint.max_context),
         concurrency=spec.limits.concurrency,
         kv_floor_bytes=spec.kv.floor,
+        kv_ceiling_bytes=spec.kv.ceiling,
+        kv_block_tokens=spec.kv.block_tokens,
         batch_tokens=spec.limits.batch_tokens,
         precision=spec.precision,
         engine=spec.engine,
