@@ -22,11 +22,13 @@ _COMMUNICATION_BYTES = {"cuda": 256 * MIB, "cpu": 8 * MIB}
 _GRAPH_BYTES = {"cuda": 192 * MIB, "cpu": 0}  # decode graphs share one memory pool
 
 
-# What a load takes beyond the sums: every region is rounded up to whole pages, and engines keep tables and padding beside
-# the matrices. Nothing is left of it once a load has been measured.
-PAGE_BYTES = 2 * MIB
-_SLACK_BYTES = 20 * PAGE_BYTES
-_SLACK_SHARE = 0.03
+# What a pool driver gives a load beyond the sums (`workers.driver.sizing`): engines keep tables, padding and a head in two
+# forms beside the matrices, and each of four regions is rounded up to whole pages. Nothing is left of it once a load has been
+# measured.
+PAGE_BYTES = {"cpu": 2 * MIB, "cuda": 32 * MIB}
+_REGIONS = 4
+_SLACK_BYTES = 60 * MIB
+_SLACK_SHARE = 0.1
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ def group_footprint(
             workspace=workspace,
             communication=_COMMUNICATION_BYTES[device] if tensor_parallel * pipeline_parallel > 1 else 0,
             graphs=graphs,
-            slack=int((weights[stage] + workspace + graphs) * _SLACK_SHARE) + _SLACK_BYTES,
+            slack=int((weights[stage] + workspace + graphs) * _SLACK_SHARE) + _SLACK_BYTES + _REGIONS * PAGE_BYTES[device],
         )
         for stage in range(pipeline_parallel)
     )

@@ -11,8 +11,8 @@ from placement.types import Snapshot
 def test_what_greedy_packing_misses() -> None:
     """Largest first puts 10 with 8, and then needs a third device; 10+6+6 and 8+8+6 fill two."""
     sizes = (10, 8, 8, 6, 6, 6)
-    # 0.24 GiB beside the weights on each: graphs, slack and activations.
-    models = tuple(model(f"m{index}", size - 0.5) for index, size in enumerate(sizes))
+    # Beside the weights: a tenth of them, and 0.4 GiB of graphs, pages and activations.
+    models = tuple(model(f"m{index}", (size - 0.5) / 1.1) for index, size in enumerate(sizes))
     snapshot = Snapshot(node("p", "n", 6, 22), models)
     assert devices_used(place(snapshot, CONSOLIDATE).groups) == 3
     assert devices_used(consolidate(snapshot).groups) == 2

@@ -26,9 +26,11 @@ SHAPES = {
 def test_the_driver_never_budgets_more_than_was_placed(name: str, tensor: int, stages: int, device: str, precision: str) -> None:
     """rule 3: reserved on all ranks before it is mapped."""
     shape = SHAPES[name]
-    for spec in (ModelSpec(source="x", precision=precision), ModelSpec(source="x", precision=precision, kv=KvSpec(floor=10**9))):
+    for kv in (KvSpec(), KvSpec(floor=10**9), KvSpec(floor=10**9, ceiling=2 * 10**9, block_tokens=64)):
+        spec = ModelSpec(source="x", precision=precision, kv=kv)
         request = ModelRequest(
-            name, shape, context=shape.max_context, concurrency=spec.limits.concurrency, kv_floor_bytes=spec.kv.floor,
+            name, shape, context=shape.max_context, concurrency=spec.limits.concurrency, kv_floor_bytes=kv.floor,
+            kv_ceiling_bytes=kv.ceiling, kv_block_tokens=kv.block_tokens,
             batch_tokens=spec.limits.batch_tokens, precision=spec.precision,
         )  # fmt: skip
         held = "fp32" if precision == "fp32" else "bf16"

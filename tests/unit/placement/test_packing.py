@@ -153,7 +153,7 @@ class TestRefusals:
         devices = node("a", "n", 4, 10) + node("b", "n2", 1, 24)
         plan = place(Snapshot(devices, (model("x", 27, tensor_parallel=2, pipeline_parallel=1),)))
         story = plan.refusals["x"][0]
-        assert "needs 2 × 14." in story.message
+        assert "needs 2 × 15." in story.message
         assert "largest free pair of one node in pool `a` is 2 × 10.0 GiB" in story.message
         assert "pool `b`" in story.message
 
