@@ -19,10 +19,15 @@ class _Item:
     movable: bool
     domains: list[list[int]]  # devices of each domain it may live in
     bins: tuple[int, ...]
+    replicas: list[_Item]  # all groups of the model, this one too: no two of them share a device
 
     @property
     def need(self) -> int:
         return self.group.bytes_per_rank[0]
+
+    def barred(self) -> set[int]:
+        """Devices of the model's other groups."""
+        return {at for other in self.replicas if other is not self for at in other.bins}
 
 
 class _Log(list[tuple[_Item, tuple[int, ...]]]):
@@ -52,6 +57,7 @@ class Bins:
             self._members.setdefault(self._domain_key(at), []).append(at)
         self._allowed: dict[tuple, list[list[int]]] = {}
         self._items: list[_Item] = []
+        self._replicas: dict[str, list[_Item]] = {}
         for group in sorted(groups, key=lambda group: (group.model, group.pool, group.ranks)):
             item = self._item(group)
             self._put(item, tuple(self._index[group.pool, rank] for rank in group.ranks))
@@ -71,7 +77,9 @@ class Bins:
                 and len(members) >= group.tensor_parallel
             ]
         movable = group.pipeline_parallel == 1 and group.model not in self._fixed
-        item = _Item(group, movable, self._allowed[key], ())
+        replicas = self._replicas.setdefault(group.model, [])
+        item = _Item(group, movable, self._allowed[key], (), replicas)
+        replicas.append(item)
         self._items.append(item)
         return item
 
@@ -140,6 +148,8 @@ class Bins:
         items.sort(key=lambda item: (-item.need * item.group.tensor_parallel, item.group.model))
         if self._place_all(items, _MAX_DEPTH, _Log()):
             return True
+        for item in items:
+            item.replicas.remove(item)
         del self._items[len(self._items) - len(items) :]
         return False
 
@@ -182,8 +192,9 @@ class Bins:
         """The open devices of one domain that it fits into with the least left over."""
         best: tuple[int, tuple[int, ...]] | None = None
         degree, need = item.group.tensor_parallel, item.need
+        open_ = self._open - item.barred() if len(item.replicas) > 1 else self._open
         for members in item.domains:
-            fitting = sorted((self._free[at], at) for at in members if at in self._open and self._free[at] >= need)
+            fitting = sorted((self._free[at], at) for at in members if at in open_ and self._free[at] >= need)
             if len(fitting) < degree:
                 continue
             left = sum(free for free, _ in fitting[:degree])
@@ -195,10 +206,11 @@ class Bins:
         """(devices, items to take off them) where the item then fits: first where the least is ejected."""
         degree, need = item.group.tensor_parallel, item.need
         choices = []
+        open_ = self._open - item.barred() if len(item.replicas) > 1 else self._open
         for members in item.domains:
             costs = []
             for at in members:
-                if at not in self._open:
+                if at not in open_:
                     continue
                 for ejected in self._ejections(at, need):
                     costs.append((sum(other.need * len(other.bins) for other in ejected), at, ejected))

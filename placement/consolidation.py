@@ -50,7 +50,9 @@ def consolidate(snapshot: Snapshot, rounds: int | None = None, steps: int = _SEA
 
 
 def devices_needed(devices: Iterable[Device], groups: Iterable[PlacedGroup]) -> int:
-    """No plan can use fewer: the widest group, and the bytes of all on the largest devices."""
+    """No plan can use fewer: the ranks of the model that has most (its groups share no device), and the bytes of all on the
+    largest devices.
+    """
     groups = tuple(groups)
     total = sum(sum(group.bytes_per_rank) for group in groups)
     capacities = sorted((device.capacity_bytes - device.foreign_bytes for device in devices), reverse=True)
@@ -58,7 +60,10 @@ def devices_needed(devices: Iterable[Device], groups: Iterable[PlacedGroup]) -> 
     while total > 0 and needed < len(capacities):
         total -= capacities[needed]
         needed += 1
-    return max([needed, *(len(group.ranks) for group in groups)])
+    ranks: Counter[str] = Counter()
+    for group in groups:
+        ranks[group.model] += len(group.ranks)
+    return max([needed, *ranks.values()])
 
 
 def devices_used(groups: Iterable[PlacedGroup]) -> int:

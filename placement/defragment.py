@@ -1,6 +1,7 @@
 """Making room for a wide model by moving others: an island of N devices in one domain, with as few moves as can be.
 
-    1. For every domain and every choice of N of its devices: the fewest groups whose leaving frees enough on each (Filter).
+    1. For every domain and every choice of N of its devices that hold no group of the model yet: the fewest groups whose
+       leaving frees enough on each (Filter).
     2. The cheapest choices first, by moves, then bytes (Score): try to place the groups that must leave elsewhere, with the
        island reserved, by the same packing that places everything else.
     3. The first choice whose groups all find a place wins (Reserve). None: the same choices again, where groups that find no
@@ -101,7 +102,11 @@ def _choices(
         if (request.pools and pool not in request.pools) or request.device not in (None, domain.kind):
             continue
         need = group_footprint(request, degree, 1, domain.kind)[0].total
-        able = [(rank, amount) for amount, rank in _by_rank(domain) if capacity[pool, rank] >= need]
+        able = [
+            (rank, amount)
+            for amount, rank in _by_rank(domain)
+            if capacity[pool, rank] >= need and all(group.model != request.name for group in groups_on.get((pool, rank), ()))
+        ]
         for chosen in _subsets(able, degree):
             lacks = {rank: need - amount for rank, amount in chosen if amount < need}
             leaving = fewest_evictions(lacks, {rank: groups_on.get((pool, rank), []) for rank in lacks}, stay)

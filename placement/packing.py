@@ -1,23 +1,25 @@
 """Where every worker group of a site belongs: Filter, Score, Reserve, over a snapshot.
 
-1. Keep every placed group that still fits its model's request (sticky: a plan moves nothing without need).
+1. Keep every placed group that still fits its model's request (sticky: a plan moves nothing without need) and shares no
+   device with another one of its model.
 2. Order the models that lack groups by what is hardest to place; the order in which they were added does not matter.
-3. For each group: the smallest tensor x pipeline product first; the domains whose devices fit (Filter); the best of them,
-   away from the model's other groups (Score); all of its ranks or none (Reserve).
+3. For each group: the smallest tensor x pipeline product first; the domains whose devices fit and hold no other group of
+   the model (Filter); the best of them, away from the model's other groups (Score); all of its ranks or none (Reserve).
 4. A model with fewer groups than replicas keeps its reasons, per pool and per device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from placement.footprint import group_footprint
 from placement.free_memory import Domain, FreeMemory
 from placement.parallelism import degree_problems, degrees
 from placement.refusal import DEVICES_LISTED, refusal
 from placement.remedies import remedies
-from placement.scoring import BALANCE, Closeness, Policy, Spot
+from placement.replicas import Replicas
+from placement.scoring import BALANCE, Policy, Spot
 from placement.stages import place_stages
 from placement.types import ModelRequest, PlacedGroup, Plan, Reason, Snapshot
 
@@ -38,7 +40,8 @@ class _Pool:
 @dataclass
 class _Model:
     request: ModelRequest
-    groups: list[PlacedGroup] = field(default_factory=list)
+    replicas: Replicas = field(default_factory=Replicas)
+    placed: int = 0  # groups
     sizes: dict[tuple[int, int, str], tuple[int, ...]] = field(default_factory=dict)
 
     def stage_bytes(self, tensor_parallel: int, pipeline_parallel: int, kind: str) -> tuple[int, ...]:
@@ -70,9 +73,9 @@ class Packer:
         kept, unloads = self._keep()
         loads: list[PlacedGroup] = []
         refusals: dict[str, tuple[Reason, ...]] = {}
-        lacking = [model for model in self._models.values() if len(model.groups) < model.request.replicas]
+        lacking = [model for model in self._models.values() if model.placed < model.request.replicas]
         for model in sorted(lacking, key=lambda model: _difficulty(model, order or _total_bytes)):
-            while len(model.groups) < model.request.replicas:
+            while model.placed < model.request.replicas:
                 group = self.place_one(model.request)
                 if group is None:
                     refusals[model.request.name] = self.reasons(model.request)
@@ -94,13 +97,13 @@ class Packer:
         if group is not None:
             if not self.free.reserve(group.pool, group.ranks, group.bytes_per_rank):
                 raise AssertionError(f"model {request.name}: the search chose ranks without room: {group}")
-            model.groups.append(group)
+            self._add(model, group)
         return group
 
     def fits(self, request: ModelRequest) -> bool:
         """Whether `place_one` would find a place; nothing is reserved."""
         known = self._models.get(request.name)
-        return self._search(_Model(request, list(known.groups) if known else [])) is not None
+        return self._search(_Model(request, known.replicas if known else Replicas())) is not None
 
     def _search(self, model: _Model) -> PlacedGroup | None:
         request = model.request
@@ -132,7 +135,10 @@ class Packer:
             for pool in self._pools.values()
             if _allowed(request, pool)
         }
-        reasons = refusal(request, len(model.groups), self._snapshot.devices, self.free, needs)
+        blocked = {
+            name for name in needs if name in model.replicas.ranks and self._search(_Model(replace(request, pools=(name,))))
+        }
+        reasons = refusal(request, model.placed, self._snapshot.devices, self.free, needs, model.replicas, blocked)
         if len(self._devices) > DEVICES_LISTED:
             return reasons
         return reasons + remedies(request, self.fits)
@@ -140,40 +146,46 @@ class Packer:
     def _find(self, model: _Model, tensor: int, pipeline: int, kind: str) -> tuple[str, tuple[int, ...]] | None:
         """(pool, ranks stage-major) of the best place for one group."""
         sizes = model.stage_bytes(tensor, pipeline, kind)
-        nodes = {self._devices[group.pool, rank].node for group in model.groups for rank in group.ranks}
-        pools = {group.pool for group in model.groups}
-
-        def closeness(domain: Domain) -> tuple[int, int]:
-            return int(domain.key[1] in nodes), int(domain.key[0] in pools)
-
         ranking = self.free.ranking(kind, tensor)
         if not ranking or ranking[-1][0] < min(sizes):
             return None
         if pipeline == 1:
-            spot = self._one_stage(model.request, tensor, sizes[0], kind, closeness)
+            spot = self._one_stage(model, tensor, sizes[0], kind)
             return None if spot is None else (spot.domain.key[0], spot.ranks)
-        best = None
+        best, replicas = None, model.replicas
         for pool in self._candidates(model.request, kind):
-            found = place_stages(self.free.pools[pool.name], tensor, sizes, self._policy, closeness)
+            domains = [replicas.rest(domain) for domain in self.free.pools[pool.name]]
+            found = place_stages(domains, tensor, sizes, self._policy, replicas.closeness)
             if found is not None and (best is None or (found.score, pool.name) < best[0]):
                 best = ((found.score, pool.name), found.ranks)
         return None if best is None else (best[0][1], best[1])
 
-    def _one_stage(self, request: ModelRequest, tensor: int, need_bytes: int, kind: str, closeness: Closeness) -> Spot | None:
-        """The best spot that is farthest from the model's other groups."""
+    def _one_stage(self, model: _Model, tensor: int, need_bytes: int, kind: str) -> Spot | None:
+        """The best spot that is farthest from the model's other groups and shares no device with them."""
+        request, replicas = model.request, model.replicas
         if request.pools:
             domains = [domain for pool in self._candidates(request, kind) for domain in self.free.pools[pool.name]]
             spots = iter(self._policy.among(domains, tensor, need_bytes))
         else:
-            spots = self._policy.everywhere(self.free, kind, tensor, need_bytes, closeness)
-        best = None
+            spots = self._policy.everywhere(self.free, kind, tensor, need_bytes, replicas.closeness)
+        best: tuple[tuple[int, int], tuple[int, ...], int] | None = None
+        best_spot = None
         for spot in spots:
-            near = closeness(spot.domain)
-            if best is None or near < best[0]:
-                best = (near, spot)
+            near = replicas.closeness(spot.domain)
+            if best is not None and best[:2] <= (near, spot.score):
+                continue
+            if replicas.within(spot.domain):
+                # Fewer devices score no better than all of them, so what was skipped above was skipped rightly.
+                left = self._policy.among([replicas.rest(spot.domain)], tensor, need_bytes)
+                if not left:
+                    continue
+                (spot,) = left
+            order = (near, spot.score, spot.domain.index)
+            if best is None or order < best:
+                best, best_spot = order, spot
             if near == (0, 0):
                 break
-        return None if best is None else best[1]
+        return best_spot
 
     def _candidates(self, request: ModelRequest, kind: str) -> list[_Pool]:
         names = request.pools or self._pools
@@ -184,13 +196,24 @@ class Packer:
         kept, unloads = [], []
         for group in sorted(self._snapshot.placed, key=self._keeping_order):
             model = self._models.get(group.model)
-            stays = model is not None and len(model.groups) < model.request.replicas and self._still_right(group, model.request)
+            stays = (
+                model is not None
+                and model.placed < model.request.replicas
+                and not model.replicas.overlap(group)
+                and self._still_right(group, model.request)
+            )
             if model is not None and stays and self.free.reserve(group.pool, group.ranks, group.bytes_per_rank):
-                model.groups.append(group)
+                self._add(model, group)
                 kept.append(group)
             else:
                 unloads.append(group)
         return sorted(kept, key=_by_place), sorted(unloads, key=_by_place)
+
+    def _add(self, model: _Model, group: PlacedGroup) -> None:
+        """A group that has been reserved."""
+        domains = (self.free.domain(group.pool, rank) for rank in group.ranks)
+        model.replicas.add(group, {domain for domain in domains if domain is not None})
+        model.placed += 1
 
     def _keeping_order(self, group: PlacedGroup) -> tuple:
         """Pinned and important models first: where a device shrank, others make room."""

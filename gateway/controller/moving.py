@@ -15,9 +15,13 @@ from placement.types import PlacedGroup, Plan
 def lingering(
     plan: Plan, movable: list[PlacedGroup], desired: Desired, observed: Observed, sights: Mapping[str, PoolSight]
 ) -> list[PlacedGroup]:
-    """Groups that have to go, of models whose new groups do not serve yet and still may, or may get a place soon."""
+    """Groups that have to go, of models whose new groups do not serve yet and still may, or may get a place soon. One that
+    shares a device with a group that stays does not: that device serves its model already.
+    """
     # Also kept groups count: one that was loaded to replace another is among them in the next pass.
-    coming = Counter(group.model for group in plan.groups if _state(group, observed) not in ("ready", "draining", "failed"))
+    waiting = [group for group in plan.groups if _state(group, observed) not in ("ready", "draining", "failed")]
+    coming = Counter(group.model for group in waiting)
+    staying = {(group.model, group.pool, rank) for group in set(plan.groups) - set(waiting) for rank in group.ranks}
     starting = [name for name in desired.pools if is_starting(name, observed)]
     for name in plan.refusals:
         pools = desired.models[name].spec.pools
@@ -30,7 +34,7 @@ def lingering(
     for group in plan.unloads:
         sight = observed.pools.get(group.pool)
         serving = sight is not None and sight.missing_s == 0 and _state(group, observed) == "ready"
-        if not serving or not coming[group.model]:
+        if not serving or not coming[group.model] or any((group.model, group.pool, rank) in staying for rank in group.ranks):
             continue
         if group.pool in sights and not free.reserve(group.pool, group.ranks, group.bytes_per_rank):
             continue

@@ -181,6 +181,43 @@ def test_replicas_go_to_pools_of_different_nodes_and_the_rest_says_why_not() -> 
     assert [event.kind for event in decision.events] == ["model.placed", "model.unplaced"]
 
 
+def test_a_replica_whose_node_is_lost_waits_for_a_device_of_its_own() -> None:
+    """Also with room for both: never two on one rank, and the reason says so."""
+    site = desired("m", pools=("p", "q"), replicas=2)
+    large, other = record("p", group(), capacity=8 * GIB), record("q", group())
+    before = Placed(placed(("m", "p", 0), ("m", "q", 0)))
+    seen = observed(large, other)
+    lost = replace(seen, pools={**seen.pools, "q": PoolSight(other, missing_s=LOST_S)})
+    decision = decide(site, lost, before)
+    assert places(decision) == [("m", "p", (0,))]
+    assert (
+        "1 of 2 replicas are placed; for one more: rank 0 of pool `p` holds a replica of it already" in decision.unplaced["m"][0]
+    )
+    assert "add a device, or ask for fewer replicas" in decision.unplaced["m"][0]
+    assert [event.kind for event in decision.events] == ["model.placed", "model.unplaced"]
+    again = decide(site, observed(large, record("q")), Placed(decision.groups, decision.refused))
+    assert places(again) == [("m", "p", (0,)), ("m", "q", (0,))], "it comes back with the node"
+
+
+def test_replicas_that_were_put_on_one_rank_are_taken_apart() -> None:
+    """What shares a rank with another one serves nothing by lingering there."""
+    seen = observed(record("p", group(), ranks=2, capacity=8 * GIB))
+    decision = decide(desired("m", replicas=2), seen, Placed(placed(("m", "p", 0), ("m", "p", 0))))
+    assert places(decision) == [("m", "p", (0,)), ("m", "p", (1,))]
+
+
+def test_a_group_lingers_also_below_the_one_that_replaces_it() -> None:
+    """Another split of the same device: the old one serves until the new one does."""
+    site = desired("m", tensor_parallel=2)
+    old, new = group(), GroupRecord("m", 2, 2, (0, 1), 2, 1, "loading")
+    first = decide(site, observed(record("p", old, ranks=2, capacity=8 * GIB)), Placed(placed(("m", "p", 0))))
+    assert places(first) == [("m", "p", (0,)), ("m", "p", (0, 1))]
+    for state, left in (("loading", 2), ("ready", 1)):
+        new = msgspec.structs.replace(new, state=state)
+        seen = observed(record("p", old, new, ranks=2, capacity=8 * GIB))
+        assert len(decide(site, seen, Placed(first.groups)).groups) == left, state
+
+
 def test_an_event_is_made_only_when_something_changed() -> None:
     site, seen = desired("m", "n"), observed(record("p", group()))
     first = decide(site, seen, Placed(placed(("m", "p", 0))))

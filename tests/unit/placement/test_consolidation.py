@@ -40,3 +40,15 @@ def test_the_bound_counts_bytes_and_width() -> None:
     assert devices_needed(devices, plan.groups) == 8
     plan = place(Snapshot(devices, (model("a", 20), model("b", 20))))
     assert devices_needed(devices, plan.groups) == 2
+    plan = place(Snapshot(devices, (model("a", 1, replicas=3),)))
+    assert devices_needed(devices, plan.groups) == devices_used(plan.groups) == 3
+
+
+def test_replicas_are_not_put_together() -> None:
+    """Two devices would hold all bytes; three replicas take three, and the others go there."""
+    models = (model("a", 2, replicas=3), *(model(f"m{index}", 4) for index in range(3)))
+    devices = node("p", "n", 8, 24)
+    for placed in ((), place(Snapshot(devices, models)).groups):
+        plan = consolidate(Snapshot(devices, models, placed))
+        assert devices_used(plan.groups) == 3
+        assert len({group.ranks for group in plan.groups if group.model == "a"}) == 3

@@ -9,7 +9,7 @@ from sites import GIB, model, node
 
 from gateway.api.checkpoint import open_checkpoint
 from placement.packing import place
-from placement.scoring import CONSOLIDATE
+from placement.scoring import BALANCE, CONSOLIDATE
 from placement.types import Device, ModelRequest, PlacedGroup, Plan, Snapshot
 
 
@@ -71,6 +71,33 @@ def test_replicas_spread_over_nodes_then_pools() -> None:
         plan = place(snapshot, policy) if policy else place(snapshot)
         nodes = {(pool, ranks[0] // 2) for pool, ranks, *_ in places(plan, "m")}
         assert nodes == {("a", 0), ("a", 1), ("b", 0)}
+
+
+def test_replicas_share_no_device() -> None:
+    """Room for both on one device is not used: a second one there adds neither throughput nor safety."""
+    for policy in (BALANCE, CONSOLIDATE):
+        for split in ({}, {"pools": ("p",)}, {"tensor_parallel": 2}, {"pipeline_parallel": 2}):
+            plan = place(Snapshot(node("p", "n", 5, 80), (model("m", 2, replicas=3, **split),)), policy)
+            width = 2 if {"tensor_parallel", "pipeline_parallel"} & split.keys() else 1
+            ranks = [rank for group in plan.groups for rank in group.ranks]
+            assert len(set(ranks)) == len(ranks) == width * min(3, 5 // width), (policy, split)
+
+
+def test_the_devices_beside_a_replica_are_used_when_no_other_node_has_room() -> None:
+    devices = node("p", "n0", 3, 24) + node("p", "n1", 1, 24, first_rank=3)
+    for policy in (BALANCE, CONSOLIDATE):
+        plan = place(Snapshot(devices, (model("m", 2, replicas=4),)), policy)
+        assert {rank for group in plan.groups for rank in group.ranks} == {0, 1, 2, 3}
+        assert plan.refusals == {}
+
+
+def test_of_placed_groups_that_share_a_device_the_first_is_kept() -> None:
+    devices = node("p", "n", 2, 80)
+    wide, first, second = (PlacedGroup("m", "p", ranks, len(ranks), 1, (3 * GIB,) * len(ranks)) for ranks in ((0, 1), (0,), (1,)))
+    twice = place(Snapshot(devices, (model("m", 2, replicas=2),), (first, first)))
+    assert (twice.kept, twice.unloads) == ((first,), (first,))
+    assert [group.ranks for group in twice.loads] == [(1,)]
+    assert place(Snapshot(devices, (model("m", 2, replicas=3),), (second, wide, first))).kept == (first, second)
 
 
 def test_a_placed_group_stays_where_it_is() -> None:
@@ -182,6 +209,36 @@ class TestRefusals:
         plan = place(Snapshot(node("a", "n", 2, 12), (model("x", 10, replicas=3),)))
         assert len(plan.groups) == 2
         assert plan.refusals["x"][0].message.startswith("2 of 3 replicas are placed")
+
+    def test_a_replica_that_would_share_a_device_says_where_the_others_are(self) -> None:
+        reasons = place(Snapshot(node("a", "n", 2, 80), (model("x", 10, replicas=3),))).refusals["x"]
+        assert [(reason.code, reason.rank) for reason in reasons] == [
+            ("replica_here", None), ("replica_here", None), ("replica_here", 0), ("replica_here", 1),
+        ]  # fmt: skip
+        story = reasons[0].message
+        assert story.startswith("2 of 3 replicas are placed; for one more: ranks 0, 1 of pool `a` hold a replica of it already")
+        assert story.endswith("add a device, or ask for fewer replicas")
+
+    def test_what_the_other_devices_lack_is_said_too(self) -> None:
+        devices = node("a", "n", 1, 80) + node("a", "n", 1, 4, first_rank=1)
+        reasons = place(Snapshot(devices, (model("x", 10, replicas=2, tensor_parallel=1, pipeline_parallel=1),))).refusals["x"]
+        assert [(reason.code, reason.rank) for reason in reasons[1:]] == [
+            ("replica_here", None), ("replica_here", 0), ("memory", 1),
+        ]  # fmt: skip
+        assert "rank 0 of pool `a` holds a replica of it already (the others: needs 1 × 11" in reasons[0].message
+        assert "largest free device in pool `a` has 4.0 GiB" in reasons[0].message
+        # Without room beside the replica either, memory is what is missing.
+        devices = node("a", "n", 1, 14) + node("a", "n", 1, 4, first_rank=1)
+        reasons = place(Snapshot(devices, (model("x", 10, replicas=2, tensor_parallel=1, pipeline_parallel=1),))).refusals["x"]
+        assert reasons[1].code == "memory"
+        assert "(rank 0 of pool `a` holds a replica of it already)" in reasons[1].message
+
+    def test_a_wide_replica_names_how_many_devices_are_left(self) -> None:
+        request = model("x", 10, replicas=2, tensor_parallel=2, pipeline_parallel=1)
+        reasons = place(Snapshot(node("a", "n", 3, 80), (request,))).refusals["x"]
+        assert reasons[1].code == "replica_here"
+        assert "needs 2 × " in reasons[1].message
+        assert "has 1 free device" in reasons[1].message
 
 
 class TestRemedies:

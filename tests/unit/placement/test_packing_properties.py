@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from sites import model, node
 from placement.consolidation import consolidate, devices_needed, devices_used
 from placement.packing import place
 from placement.scoring import BALANCE, CONSOLIDATE
-from placement.types import Device, ModelRequest, Plan, Snapshot
+from placement.types import Device, ModelRequest, PlacedGroup, Plan, Snapshot
 
 degrees = st.sampled_from([None, None, 1, 2, 4])
 
@@ -44,6 +45,12 @@ def sites(draw: st.DrawFn) -> Snapshot:
             )
         )
     return Snapshot(tuple(devices), tuple(models))
+
+
+def share_a_device(groups: Iterable[PlacedGroup]) -> bool:
+    """Whether two groups of one model do."""
+    places = Counter((group.model, group.pool, rank) for group in groups for rank in group.ranks)
+    return any(count > 1 for count in places.values())
 
 
 policies = st.sampled_from([BALANCE, CONSOLIDATE])
@@ -106,6 +113,29 @@ def test_replanning_keeps_what_it_can_and_accounts_for_all(before: Snapshot, aft
     assert Counter(plan.kept) + Counter(plan.loads) == Counter(plan.groups)
 
 
+@settings(max_examples=150, deadline=None)
+@given(sites(), sites(), policies)
+def test_no_two_replicas_of_a_model_share_a_device(before: Snapshot, after: Snapshot, policy) -> None:
+    """Placed at once, after a change, and where placed groups shared devices before."""
+    first, second = place(before, policy).groups, place(after, policy).groups
+    assert not share_a_device(first)
+    assert not share_a_device(place(replace(after, placed=(*first, *second)), policy).groups)
+    assert not share_a_device(consolidate(replace(after, placed=first), rounds=2).groups)
+
+
+@settings(max_examples=100, deadline=None)
+@given(sites(), policies)
+def test_a_refused_replica_names_the_devices_of_the_others(snapshot: Snapshot, policy) -> None:
+    plan = place(snapshot, policy)
+    for name, reasons in plan.refusals.items():
+        holders = {(group.pool, rank) for group in plan.groups if group.model == name for rank in group.ranks}
+        named = {(reason.pool, reason.rank) for reason in reasons if reason.code == "replica_here" and reason.rank is not None}
+        assert named == holders
+        for reason in reasons[1:]:
+            if reason.code == "replica_here" and reason.rank is None:
+                assert reason.pool in {pool for pool, _ in holders}
+
+
 @settings(max_examples=100, deadline=None)
 @given(sites(), policies)
 def test_a_refused_single_rank_model_truly_has_no_device(snapshot: Snapshot, policy) -> None:
@@ -118,7 +148,12 @@ def test_a_refused_single_rank_model_truly_has_no_device(snapshot: Snapshot, pol
         if request.name in plan.refusals and request.tensor_parallel == request.pipeline_parallel == 1:
             alone = place(Snapshot(node("x", "x", 1, 1000), (replace(request, pools=(), replicas=1),)))
             (need,) = alone.groups[0].bytes_per_rank
-            allowed = [size for (pool, _), size in free.items() if not request.pools or pool in request.pools]
+            holders = {(group.pool, group.ranks[0]) for group in plan.groups if group.model == request.name}
+            allowed = [
+                size
+                for (pool, rank), size in free.items()
+                if (not request.pools or pool in request.pools) and (pool, rank) not in holders
+            ]
             assert all(size < need for size in allowed)
 
 

@@ -1,0 +1,42 @@
+"""Where the worker groups of one model are, and what of the site that leaves for its next one.
+
+Two of them on one device would share its compute and fall with it: neither throughput nor safety is gained. So a device
+that holds a group of a model is no candidate for another one of the same model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from placement.free_memory import Domain, DomainKey
+from placement.types import PlacedGroup
+
+
+class Replicas:
+    """The groups of one model, by where they are."""
+
+    def __init__(self) -> None:
+        self.ranks: dict[str, set[int]] = {}  # by pool
+        self._nodes: set[str] = set()
+        self._domains: set[DomainKey] = set()
+
+    def add(self, group: PlacedGroup, domains: Iterable[Domain]) -> None:
+        """`domains` has those that the ranks of `group` are in."""
+        self.ranks.setdefault(group.pool, set()).update(group.ranks)
+        for domain in domains:
+            self._domains.add(domain.key)
+            self._nodes.add(domain.key[1])
+
+    def overlap(self, group: PlacedGroup) -> bool:
+        return not self.ranks.get(group.pool, set()).isdisjoint(group.ranks)
+
+    def within(self, domain: Domain) -> bool:
+        return domain.key in self._domains
+
+    def closeness(self, domain: Domain) -> tuple[int, int]:
+        """(same node, same pool) as one of the groups."""
+        return int(domain.key[1] in self._nodes), int(domain.key[0] in self.ranks)
+
+    def rest(self, domain: Domain) -> Domain:
+        """What another group may take of it; the domain itself where none of its devices holds one."""
+        return domain.without(self.ranks[domain.key[0]]) if self.within(domain) else domain
