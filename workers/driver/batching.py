@@ -51,7 +51,8 @@ class Batcher:
         self.running: list[Sequence] = []  # in order
         self.leaving: set[Sequence] = set()  # ended, and still in a step that is being computed
         self.released: list[int] = []  # sequences that the ranks must forget
-        self.short_blocks = 0  # blocks that the last plan lacked
+        self.short_blocks = 0  # blocks that the last plan lacked for who was next
+        self.wanted_blocks = 0  # and for all whom it would have admitted
         self.preemptions = 0
 
     @property
@@ -79,7 +80,7 @@ class Batcher:
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
-        self.short_blocks = 0
+        self.short_blocks = self.wanted_blocks = 0
         idle = [sequence for sequence in self.running if not sequence.in_flight or (self.ahead and sequence.goes_on)]
         share = -(-min(len(self.running) + len(self.waiting), self.concurrency) // self.stages)
         budget = self.batch_tokens
@@ -103,6 +104,7 @@ class Batcher:
         while self.waiting and budget and len(chosen) < share and len(self.running) < self.concurrency:
             sequence = self.waiting[0]
             if not self._admit(sequence):
+                self.wanted_blocks = self._lacking(budget)
                 break
             count = min(sequence.uncomputed, budget)
             chosen[sequence] = count
@@ -187,6 +189,16 @@ class Batcher:
             sequence.cached_tokens = sequence.computed
             sequence.admitted_before = True
         return True
+
+    def _lacking(self, budget: int) -> int:
+        """Blocks that are missing to admit, in order, all whom the rest of a step has room for."""
+        needed = 0
+        for sequence in self.waiting[: self.concurrency - len(self.running)]:
+            if budget <= 0:
+                break
+            needed += blocks_for_tokens(len(sequence.tokens), self.block_tokens)
+            budget -= len(sequence.tokens)
+        return needed - self.blocks.available
 
     def _step_of(self, sequence: Sequence, count: int) -> SequenceStep:
         start = sequence.computed + sequence.in_flight

@@ -90,7 +90,8 @@ class ElasticKv:
         if any(other.reclaiming and set(other.ranks) & set(group.ranks) for other in self._state.groups.values()):
             return  # a load goes first
         shortages: tuple[Shortage, ...] = ()
-        for more in (max(short, group.sizing.chunk_blocks), max(short, 1)):
+        chunk = group.sizing.chunk_blocks
+        for more in dict.fromkeys((max(batcher.wanted_blocks, short, chunk), max(short, chunk), max(short, 1))):
             blocks = min(group.kv_blocks + more, group.sizing.ceiling_blocks)
             try:
                 self._state.ledger.resize(group.id, "kv_used", group.sizing.kv_used_bytes(blocks))

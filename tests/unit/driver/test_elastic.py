@@ -44,6 +44,18 @@ def test_kv_grows_in_chunks_after_the_ledger_took_the_bytes() -> None:
     assert [world.texts[key] for key in keys] == [expected_text(prompt(60, seed), 150) for seed in range(6)]
 
 
+def test_a_burst_of_prompts_gets_its_memory_in_one_go() -> None:
+    """Growing prompt by prompt would compute them prompt by prompt, in small steps."""
+    limits = LimitsSpec(concurrency=8, queue=64, batch_tokens=1024)
+    world = World(capacity_mib=300).ready(wanted(limits=limits))
+    busy(world, sequences=1, tokens=5)
+    for seed in range(7):
+        world.submit(prompt(200, seed), max_tokens=5)
+    world.run()
+    assert max(growths(world)) >= 5 * 13
+    assert len(growths(world)) <= 3
+
+
 def test_kv_never_grows_above_its_ceiling() -> None:
     world = World(capacity_mib=300).ready(wanted(limits=LIMITS, kv=KvSpec(floor=16 * MIB, ceiling=40 * MIB)))
     busy(world)

@@ -190,8 +190,8 @@ def append(k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, blocks: to
 # ---------------------------------------------------------------- products
 
 VECTOR_TILE = (8, 512)
-NARROW_TILE = (32, 128)
-NARROW_ROWS = 64
+NARROW_ROWS = 64  # of one program
+FETCH_LINES = 8  # of 128 bytes, by row of weights
 
 
 @dataclass(frozen=True)
@@ -261,18 +261,31 @@ def _plain_vector(
     return y if add_to is None else add_to.add_(y)
 
 
-def narrow_linear(
-    x: torch.Tensor, weight: Weight, tile: tuple[int, int] = NARROW_TILE, warps: int = 4, stages: int = 4, fetch: int = 0
-) -> torch.Tensor:
-    """A few rows, x [m, k] → [m, n]. `fetch`: see the kernel."""
+@dataclass(frozen=True)
+class Tile:
+    outputs: int
+    inputs: int
+    stages: int  # of the pipeline that loads weights
+    warps: int = 4
+
+
+def narrow_tile(m: int, n: int) -> Tile:
+    """The fastest of those measured on an H200 for 7B shapes: many outputs, or few with long rows."""
+    if n >= 8192:
+        return Tile(64, 128, 3)
+    return Tile(32, 256, 5) if m <= 16 else Tile(64, 128, 5)
+
+
+def narrow_linear(x: torch.Tensor, weight: Weight, tile: Tile | None = None) -> torch.Tensor:
+    """A few rows, x [m, k] → [m, n]."""
     if not fused(x):
         return F.linear(x, weight.widened(x.dtype), weight.bias)
     m, k = x.shape
     n = weight.outputs
+    tile = tile or narrow_tile(m, n)
     out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     block_m = min(NARROW_ROWS, max(16, 1 << (m - 1).bit_length()))
-    block_n, block_k = tile
-    _kernels.narrow_linear_kernel[(-(-n // block_n), -(-m // block_m))](
+    _kernels.narrow_linear_kernel[(-(-n // tile.outputs), -(-m // block_m))](
         x,
         weight.matrix,
         x if weight.scales is None else weight.scales,
@@ -284,11 +297,11 @@ def narrow_linear(
         SCALED=weight.scales is not None,
         BIAS=weight.bias is not None,
         BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        BLOCK_K=block_k,
-        FETCH=fetch if x.is_cuda else 0,
-        num_warps=warps,
-        num_stages=stages,
+        BLOCK_N=tile.outputs,
+        BLOCK_K=tile.inputs,
+        FETCH=FETCH_LINES if x.is_cuda else 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
         **_launch(x),
     )
     return out

@@ -151,9 +151,9 @@ class GpuShard:
     def parkable(self) -> bool:
         return isinstance(self._memory, ParkedMemory)
 
-    def save(self) -> None:
-        """Begin the copy that `park` needs. MemoryError when host memory does not suffice."""
-        self._parked_memory().save()
+    def save(self) -> Transfer | None:
+        """Begin the copy that `park` needs, unless there is one. MemoryError when host memory does not suffice."""
+        return self._parked_memory().save()
 
     def park(self) -> None:
         """Give weights, KV and workspace back; graphs stay. ValueError while sequences are known (rule 5)."""
