@@ -1,21 +1,23 @@
-"""The torch engine against transformers.generate (fp32) and llama.cpp, in one process, in turns.
+"""The torch engine against transformers.generate (fp32) and llama.cpp, side by side and in turns.
 
     python ops/bench/engine.py                    # all, 5 rounds; llama.cpp needs `pip install modelyard[bench]`
     python ops/bench/engine.py --only modelyard   # while working on the engine
 
 All answer the same prompts greedily with the same GGUF weights. A rate is tokens per second of the decode steps (what comes
 after each stream's first token), summed over the streams. Rounds are interleaved and ratios are taken within a round, so that
-other load on the machine changes them little; medians are reported. Each contender runs with every thread count asked for,
-and its best one counts.
+other load on the machine changes them little; medians are reported. Each contender has a process of its own (with OpenMP's
+settings as it is really run), is asked with every thread count, and its best one counts.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -39,6 +41,7 @@ from workers.messages import LoadShard, NewSequence, Sampling, SequenceStep, Ste
 
 RESULTS = Path(__file__).parent / "results"
 TARGETS = {(1, "transformers"): 1.8, (8, "transformers"): 2.0, (8, "llama.cpp"): 0.8}
+NAMES = ("modelyard", "transformers", "llama.cpp")
 BLOCK_TOKENS = 16
 
 
@@ -181,8 +184,57 @@ class LlamaCpp:
         return [int(np.ctypeslib.as_array(row, (self._vocabulary,)).argmax()) for row in rows]
 
 
+def contender(name: str, options: argparse.Namespace) -> Contender:
+    checkpoint = open_checkpoint(options.source, options.cache)
+    if name == "modelyard":
+        return Modelyard(options.source, options.cache, options.precision)
+    if name == "transformers":
+        return Transformers(checkpoint, options.cache)
+    return LlamaCpp(checkpoint.path, max(options.streams), options.prompt_tokens + options.tokens + 16)
+
+
+def serve(name: str, options: argparse.Namespace) -> None:
+    """Answer one JSON line {threads, prompts, count} with one of times, until the input ends."""
+    own = contender(name, options)
+    print(json.dumps({"held_bytes": own.held.bytes if isinstance(own, Modelyard) else {}}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        own.set_threads(asked["threads"])
+        print(json.dumps(own.generate(asked["prompts"], asked["count"])), flush=True)
+
+
+class Served:
+    """A contender in its own process."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        environment = dict(os.environ)
+        if name == "modelyard":
+            environment["OMP_WAIT_POLICY"] = "passive"  # as ranks are started
+        command = [sys.executable, __file__, *sys.argv[1:], "--serve", name]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+        self.held_bytes: dict[str, int] = self._read()["held_bytes"]
+
+    def generate(self, threads: int, prompts: list[list[int]], count: int) -> list[float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"threads": threads, "prompts": prompts, "count": count}) + "\n")
+        self._process.stdin.flush()
+        return self._read()
+
+    def _read(self) -> Any:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of {self.name} ended with code {self._process.wait()}")
+        return json.loads(line)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
 def measure(
-    contenders: list[Contender], streams: int, threads: list[int], rounds: int, count: int, prompt_tokens: int
+    contenders: list[Served], streams: int, threads: list[int], rounds: int, count: int, prompt_tokens: int
 ) -> dict[str, dict[int, list[float]]]:
     """Decode rates by contender and thread count, one a round."""
     generator = torch.Generator().manual_seed(7)
@@ -191,8 +243,7 @@ def measure(
         prompts = torch.randint(1000, 20000, (streams, prompt_tokens), generator=generator).tolist()
         for n in threads:
             for one in contenders:
-                one.set_threads(n)
-                times = one.generate(prompts, count)
+                times = one.generate(n, prompts, count)
                 rates[one.name][n].append(streams * (len(times) - 1) / (times[-1] - times[0]))
     return rates
 
@@ -228,27 +279,37 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--only", nargs="+", choices=("modelyard", "transformers", "llama.cpp"))
+    parser.add_argument("--only", nargs="+", choices=NAMES, default=list(NAMES))
     parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--serve", choices=NAMES, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.serve:
+        serve(options.serve, options)
+        return 0
     console = Console()
+    names = [name for name in NAMES if name in options.only]
+    if "llama.cpp" in names and importlib.util.find_spec("llama_cpp") is None:
+        console.print("llama.cpp is left out: llama-cpp-python is not installed (pip install 'modelyard[bench]')")
+        names.remove("llama.cpp")
+    open_checkpoint(options.source, options.cache)  # what is to be converted is converted once
+    contenders: list[Served] = []
+    try:
+        for name in names:
+            contenders.append(Served(name))
+        return compare(contenders, options, console)
+    finally:
+        for one in contenders:
+            one.close()
 
-    wanted = options.only or ["modelyard", "transformers", "llama.cpp"]
-    checkpoint = open_checkpoint(options.source, options.cache)
-    contenders: list[Contender] = [Modelyard(options.source, options.cache, options.precision)]
-    if "transformers" in wanted:
-        contenders.append(Transformers(checkpoint, options.cache))
-    if "llama.cpp" in wanted:
-        try:
-            contenders.append(LlamaCpp(checkpoint.path, max(options.streams), options.prompt_tokens + options.tokens + 16))
-        except ImportError:
-            console.print("llama.cpp is left out: llama-cpp-python is not installed (pip install 'modelyard[bench]')")
 
+def compare(contenders: list[Served], options: argparse.Namespace, console: Console) -> int:
+    """Print the table and write the results; 1 when a target is missed."""
     table = Table("streams", "engine", "threads", "tokens/s", "best", "modelyard is", "target")
     results: dict[str, Any] = {}
     failed = False
     for streams in options.streams:
-        measure(contenders, streams, options.threads, 1, 8, options.prompt_tokens)  # warm up
+        console.print(f"{streams} streams: {options.rounds} rounds", style="dim")
+        measure(contenders, streams, options.threads, 1, 4, options.prompt_tokens)  # warm up
         rates = measure(contenders, streams, options.threads, options.rounds, options.tokens, options.prompt_tokens)
         results[str(streams)] = summary(rates)
         for name, row in results[str(streams)].items():
@@ -267,7 +328,7 @@ def main() -> int:
         "torch": torch.__version__,
         "source": options.source,
         "options": {"rounds": options.rounds, "tokens": options.tokens, "prompt_tokens": options.prompt_tokens},
-        "held_bytes": contenders[0].held.bytes,  # pyright: ignore[reportAttributeAccessIssue]
+        "held_bytes": contenders[0].held_bytes,
         "streams": results,
     }
     options.output.mkdir(parents=True, exist_ok=True)
