@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -206,13 +207,15 @@ class Bins:
         """(devices, items to take off them) where the item then fits: first where the least is ejected."""
         degree, need = item.group.tensor_parallel, item.need
         choices = []
-        open_ = self._open - item.barred() if len(item.replicas) > 1 else self._open
+        open_, below = self._open, need
+        if len(item.replicas) > 1:  # what is larger may still go where this one may not
+            open_, below = self._open - item.barred(), sys.maxsize
         for members in item.domains:
             costs = []
             for at in members:
                 if at not in open_:
                     continue
-                for ejected in self._ejections(at, need):
+                for ejected in self._ejections(at, need, below):
                     costs.append((sum(other.need * len(other.bins) for other in ejected), at, ejected))
             costs.sort(key=lambda cost: cost[:2])
             if degree == 1:
@@ -230,14 +233,14 @@ class Bins:
         for _, spot, ejected in choices:
             yield spot, sorted(ejected, key=lambda other: (-other.need, other.group.model, other.bins))
 
-    def _ejections(self, at: int, need: int) -> Iterable[list[_Item]]:
-        """Smaller items whose leaving makes room: none, one, or two."""
+    def _ejections(self, at: int, need: int, below: int) -> Iterable[list[_Item]]:
+        """Items of less than `below` whose leaving makes room: none, one, or two."""
         lack = need - self._free[at]
         if lack <= 0:
             yield []
             return
         smaller = sorted(
-            (item for item in self._on[at] if item.movable and item.need < need),
+            (item for item in self._on[at] if item.movable and item.need < below),
             key=lambda item: (item.need, item.group.model, item.bins),
         )
         for item in smaller:
@@ -245,7 +248,7 @@ class Bins:
                 yield [item]
         for first, item in enumerate(smaller):
             for other in smaller[first + 1 :]:
-                if item.need < lack and other.need < lack and lack <= item.need + other.need < need:
+                if item.need < lack and other.need < lack and lack <= item.need + other.need < below:
                     yield [item, other]
 
     def _put(self, item: _Item, spot: tuple[int, ...]) -> None:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
-from sites import model, node
+from sites import GIB, model, node
 
+from placement.bins import Bins
 from placement.consolidation import consolidate, devices_needed, devices_used
 from placement.packing import place
 from placement.scoring import CONSOLIDATE
-from placement.types import Snapshot
+from placement.types import PlacedGroup, Snapshot
 
 
 def test_what_greedy_packing_misses() -> None:
@@ -22,6 +23,18 @@ def test_wide_groups_move_together() -> None:
     models = (model("wide", 20, tensor_parallel=2, pipeline_parallel=1), *(model(f"s{index}", 9) for index in range(2)))
     plan = consolidate(Snapshot(node("p", "n", 4, 24), models))
     assert devices_used(plan.groups) == 2
+
+
+def test_a_replica_takes_the_place_of_a_larger_group_that_may_go_where_it_may_not() -> None:
+    """Only rank 2 has room, where the other replica is; what fills rank 1 can go there."""
+    groups = [
+        PlacedGroup(name, "p", (rank,), 1, 1, (size * GIB,)) for name, rank, size in (("r", 0, 5), ("x", 1, 20), ("r", 2, 5))
+    ]
+    models = (model("r", 4, replicas=2), model("x", 18))
+    bins = Bins(node("p", "n", 2, 24) + node("p", "n", 1, 40, first_rank=2), models, groups)
+    assert bins.close_one(100)
+    assert {(group.model, group.ranks) for group in bins.groups()} == {("r", (1,)), ("r", (2,)), ("x", (2,))}
+    assert not bins.close_one(100)
 
 
 def test_what_did_not_move_is_kept() -> None:
