@@ -1,24 +1,31 @@
 """Placement in figures: devices used against an exact solver's optimum, and how long plans take.
 
-    python ops/bench/placement.py quality [--instances N] [--first SEED] [--limit SECONDS]     needs `pip install ortools`
+    python ops/bench/placement.py quality [--instances N] [--first SEED] [--limit SECONDS] [--seconds SECONDS]
     python ops/bench/placement.py defragment [the same]
     python ops/bench/placement.py scale
 
-Everything is seeded. Prints a table against the targets; exits 1 when one is missed.
+The first two need `pip install ortools`; `--limit` is the solver's time for one instance, `--seconds` the time after which no
+further instance is begun. Everything is seeded. Prints a table against the targets and writes the figures as JSON (`--output`,
+by default ops/bench/results/placement-DATE.json, whose other parts stay); exits 1 when a target is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ops.bench.placement_instances import fragmented_site, large_site, plain_model, random_site
+from ops.bench.timing import Figures
 from placement.consolidation import consolidate, devices_needed, devices_used
 from placement.defragment import largest_island, make_room
 from placement.footprint import group_footprint
@@ -28,17 +35,32 @@ from placement.scoring import BALANCE, CONSOLIDATE
 MEAN_RATIO, WORST_RATIO = 1.02, 1.10
 PLAN_S = {(1_000, 500): 1.0, (10_000, 5_000): 20.0}
 ADD_S = 0.1
+SPREAD = 1_000  # replicas of one model at the largest site
+RESULTS = Path(__file__).parent / "results"
 
 
-def quality(instances: int, first: int, limit_s: float) -> bool:
+def seeds(arguments: argparse.Namespace) -> Iterator[int]:
+    """`--instances` of them, fewer when `--seconds` are over."""
+    end = time.monotonic() + arguments.seconds
+    for seed in range(arguments.first, arguments.first + arguments.instances):
+        if time.monotonic() > end:
+            print(f"  {arguments.seconds:.0f} s are over: seed {seed} and those after it are left out", flush=True)
+            return
+        yield seed
+
+
+def quality(arguments: argparse.Namespace) -> Figures:
     from ops.bench.placement_exact import fewest_devices
 
     ratios: list[float] = []
     bounded: list[float] = []
-    infeasible = 0
+    instances = infeasible = replicated = 0
     slowest_s = 0.0
-    for seed in range(first, first + instances):
+    limit_s = arguments.limit
+    for seed in seeds(arguments):
+        instances += 1
         site = random_site(seed)
+        replicated += any(model.replicas > 1 for model in site.models)
         started = time.process_time()
         plan = consolidate(site)
         slowest_s = max(slowest_s, time.process_time() - started)
@@ -56,16 +78,32 @@ def quality(instances: int, first: int, limit_s: float) -> bool:
         if used > least:
             print(f"  seed {seed}: {used} devices, {'optimum' if exact.solved else 'bound'} {least}", flush=True)
     mean, worst = sum(ratios) / max(len(ratios), 1), max(ratios, default=0.0)
-    print(f"instances {instances}: {len(ratios)} solved, {len(bounded)} bounded in {limit_s} s, {infeasible} with refusals")
+    print(f"instances {instances}, {replicated} of them with replicas: ", end="")
+    print(f"{len(ratios)} solved, {len(bounded)} bounded in {limit_s} s, {infeasible} with refusals")
     print(f"devices used / optimum   mean {mean:.4f} (target ≤ {MEAN_RATIO})   worst {worst:.3f} (target ≤ {WORST_RATIO})")
     if bounded:
         print(f"devices used / bound     mean {sum(bounded) / len(bounded):.4f}   worst {max(bounded):.3f}")
     print(f"slowest plan {slowest_s:.2f} s of CPU")
-    return mean <= MEAN_RATIO and worst <= WORST_RATIO
+    return {
+        "good": bool(ratios) and mean <= MEAN_RATIO and worst <= WORST_RATIO,
+        "first_seed": arguments.first,
+        "instances": instances,
+        "with_replicas": replicated,
+        "solved": len(ratios),
+        "bounded": len(bounded),
+        "with_refusals": infeasible,
+        "solver_limit_s": limit_s,
+        "used_to_optimum_mean": round(mean, 4),
+        "used_to_optimum_worst": round(worst, 3),
+        "used_to_bound_mean": round(sum(bounded) / len(bounded), 4) if bounded else None,
+        "used_to_bound_worst": round(max(bounded), 3) if bounded else None,
+        "slowest_plan_cpu_s": round(slowest_s, 2),
+    }
 
 
-def scale() -> bool:
+def scale(arguments: argparse.Namespace) -> Figures:
     good = True
+    rows: list[Figures] = []
     for (gpus, models), target_s in PLAN_S.items():
         site = large_site(gpus, models)
         for policy in (BALANCE, CONSOLIDATE):
@@ -89,15 +127,44 @@ def scale() -> bool:
                 flush=True,
             )
             good &= plan_s < target_s and add_s < ADD_S and len(added.loads) == 1 and not added.unloads
-    return good
+            rows.append(
+                {
+                    "gpus": gpus,
+                    "models": models,
+                    "policy": name,
+                    "placed": len(plan.groups),
+                    "plan_cpu_s": round(plan_s, 3),
+                    "replan_with_one_more_cpu_ms": round(again_s * 1e3, 1),
+                    "add_one_cpu_ms": round(add_s * 1e3, 2),
+                }
+            )
+    spread: list[Figures] = []
+    gpus, target_s = max(gpus for gpus, _ in PLAN_S), max(PLAN_S.values())
+    for policy in (BALANCE, CONSOLIDATE):
+        site = replace(large_site(gpus, 0), models=(plain_model("spread", 3, replicas=SPREAD),))
+        started = time.process_time()
+        plan = place(site, policy)
+        plan_s = time.process_time() - started
+        name = type(policy).__name__.lower()
+        used = devices_used(plan.groups)
+        print(
+            f"{gpus:6} GPUs, one model of {SPREAD} replicas, {name:11}: plan {plan_s:6.2f} s (target < {target_s:.0f}), "
+            f"on {used} devices",
+            flush=True,
+        )
+        good &= plan_s < target_s and used == len(plan.groups) == SPREAD
+        spread.append({"gpus": gpus, "replicas": SPREAD, "policy": name, "devices": used, "plan_cpu_s": round(plan_s, 3)})
+    return {"good": good, "plans": rows, "one_model": spread}
 
 
-def defragment(instances: int, first: int, limit_s: float) -> bool:
+def defragment(arguments: argparse.Namespace) -> Figures:
     from ops.bench.placement_exact import fewest_moves
 
-    ratio_moves = ratio_fewest = missed = unsolved = 0
+    instances = ratio_moves = ratio_fewest = missed = unsolved = 0
     good = True
-    for seed in range(first, first + instances):
+    limit_s = arguments.limit
+    for seed in seeds(arguments):
+        instances += 1
         site, wide, degree = fragmented_site(seed)
         need = group_footprint(wide, degree, 1, "cuda")[0].total
         before = largest_island(site, need)
@@ -120,7 +187,24 @@ def defragment(instances: int, first: int, limit_s: float) -> bool:
         fewest = "none" if exact is None else f"{exact.value}{'' if exact.solved else '+'}"
         print(f"  seed {seed}: {degree} wide, island {before} -> {after}, {moves} (solver {fewest}), {plan_s:.2f} s", flush=True)
     print(f"moves {ratio_moves}, fewest {ratio_fewest} (target within 10 %); room missed {missed}, unsolved {unsolved}")
-    return good and ratio_moves <= 1.10 * ratio_fewest
+    return {
+        "good": good and ratio_moves <= 1.10 * ratio_fewest,
+        "first_seed": arguments.first,
+        "instances": instances,
+        "solver_limit_s": limit_s,
+        "moves": ratio_moves,
+        "fewest_moves": ratio_fewest,
+        "room_missed": missed,
+        "unsolved": unsolved,
+    }
+
+
+def write(output: Path, command: str, figures: Figures, now: datetime) -> None:
+    """One part of the file; those of other commands stay."""
+    parts: Figures = json.loads(output.read_text()) if output.exists() else {"bench": "placement"}
+    parts[command] = {"when": now.isoformat(timespec="seconds"), "cpus": os.cpu_count(), **figures}
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(parts, indent=2) + "\n")
 
 
 def main() -> None:
@@ -131,14 +215,16 @@ def main() -> None:
         one.add_argument("--instances", type=int, default=instances)
         one.add_argument("--first", type=int, default=0)
         one.add_argument("--limit", type=float, default=10.0)
+        one.add_argument("--seconds", type=float, default=float("inf"))
     commands.add_parser("scale")
+    now = datetime.now(UTC)
+    for one in commands.choices.values():
+        one.add_argument("--output", type=Path, default=RESULTS / f"placement-{now:%Y-%m-%d}.json")
     arguments = parser.parse_args()
-    if arguments.command == "scale":
-        good = scale()
-    else:
-        compare = quality if arguments.command == "quality" else defragment
-        good = compare(arguments.instances, arguments.first, arguments.limit)
-    sys.exit(0 if good else 1)
+    measure = {"quality": quality, "defragment": defragment, "scale": scale}[arguments.command]
+    figures = measure(arguments)
+    write(arguments.output, arguments.command, figures, now)
+    sys.exit(0 if figures["good"] else 1)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,18 @@ class Exact:
     value: int  # the optimum; unsolved: the best bound, which no plan can be below
 
 
+class _Replicas(defaultdict[tuple[str, int], list[cp_model.IntVar]]):
+    """Shards of all groups of a model that may be on a device, by (model, device)."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+
+    def keep_apart(self, model: cp_model.CpModel) -> None:
+        for shards in self.values():
+            if len(shards) > 1:
+                model.add_at_most_one(shards)
+
+
 def fewest_devices(devices: tuple[Device, ...], groups: tuple[PlacedGroup, ...], limit_s: float, workers: int = 1) -> Exact:
     """`groups` of one stage each; where they are now is the hint the search starts from."""
     model = cp_model.CpModel()
@@ -29,6 +41,7 @@ def fewest_devices(devices: tuple[Device, ...], groups: tuple[PlacedGroup, ...],
     for index, device in enumerate(devices):
         domains[device.node].append(index)
     load: dict[int, list[tuple[cp_model.IntVar, int]]] = defaultdict(list)
+    replicas = _Replicas()
     for group in groups:
         need = -(-group.bytes_per_rank[0] // MIB)
         homes = []
@@ -42,9 +55,11 @@ def fewest_devices(devices: tuple[Device, ...], groups: tuple[PlacedGroup, ...],
             model.add(sum(shards.values()) == group.tensor_parallel * home)
             for index, shard in shards.items():
                 load[index].append((shard, need))
+                replicas[group.model, index].append(shard)
                 model.add_implication(shard, used[index])
                 model.add_hint(shard, devices[index].rank in group.ranks)
         model.add_exactly_one(homes)
+    replicas.keep_apart(model)
     for index in range(len(devices)):
         model.add(sum(shard * need for shard, need in load[index]) <= capacity[index] * used[index])
     total = sum(-(-size // MIB) for group in groups for size in group.bytes_per_rank)
@@ -70,14 +85,17 @@ def fewest_moves(snapshot: Snapshot, request: ModelRequest, degree: int, limit_s
     pinned = {each.name for each in snapshot.models if each.pinned}
     island = -(-group_footprint(request, degree, 1, "cuda")[0].total // MIB)
     load: dict[int, list[tuple[cp_model.IntVar, int]]] = defaultdict(list)
+    replicas = _Replicas()
     moved = []
     for group in snapshot.placed:
-        stays = _shards(model, nodes, load, group.tensor_parallel, -(-group.bytes_per_rank[0] // MIB), devices, group.ranks)
+        need = -(-group.bytes_per_rank[0] // MIB)
+        stays = _shards(model, nodes, load, replicas, group.model, group.tensor_parallel, need, devices, group.ranks)
         if group.model in pinned:
             model.add(stays == 1)
         else:
             moved.append(1 - stays)
-    _shards(model, nodes, load, degree, island, devices, ())
+    _shards(model, nodes, load, replicas, request.name, degree, island, devices, ())
+    replicas.keep_apart(model)
     for index, device in enumerate(devices):
         model.add(sum(shard * need for shard, need in load[index]) <= device.capacity_bytes // MIB)
     model.minimize(sum(moved))
@@ -96,6 +114,8 @@ def _shards(
     model: cp_model.CpModel,
     nodes: dict[str, list[int]],
     load: dict[int, list[tuple[cp_model.IntVar, int]]],
+    replicas: _Replicas,
+    name: str,
     degree: int,
     need: int,
     devices: tuple[Device, ...],
@@ -111,6 +131,7 @@ def _shards(
         model.add(sum(shards.values()) == degree * home)
         for index, shard in shards.items():
             load[index].append((shard, need))
+            replicas[name, index].append(shard)
             here = devices[index].rank in ranks
             model.add_hint(shard, here)
             if here:

@@ -28,8 +28,11 @@ def plain_model(name: str, gib: float, **request: object) -> ModelRequest:
 
 
 def random_site(seed: int) -> Snapshot:
-    """1-64 GPUs and up to 200 models that take 40-95 % of them, degrees given. It may be that not all of them can be placed."""
+    """1-64 GPUs and up to 200 models that take 40-95 % of them, degrees given; odd seeds have models of 2-3 replicas among
+    them. It may be that not all of them can be placed.
+    """
     draw = random.Random(seed)
+    more = random.Random(f"replicas of {seed}")
     devices = _nodes(draw, draw.randint(1, 64), mixed=draw.random() < 0.3)
     largest = max(device.capacity_bytes for device in devices) * _USABLE
     widest = max(Counter(device.node for device in devices).values())
@@ -45,8 +48,11 @@ def random_site(seed: int) -> Snapshot:
         taken = _rank_bytes(gib, degree)
         if degree > widest or taken > largest or taken * degree > room:
             continue
-        room -= taken * degree
-        models.append(plain_model(f"m{index}", gib, tensor_parallel=degree, pipeline_parallel=1))
+        replicas = more.choice((1, 1, 1, 2, 3)) if seed % 2 else 1
+        if replicas * degree > len(devices) or taken * degree * replicas > room:
+            replicas = 1
+        room -= taken * degree * replicas
+        models.append(plain_model(f"m{index}", gib, replicas=replicas, tensor_parallel=degree, pipeline_parallel=1))
     return Snapshot(devices, tuple(models))
 
 
