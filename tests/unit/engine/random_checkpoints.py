@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM as Auto
@@ -53,7 +54,7 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "qwen2-sliding": Qwen2Config(**_SHAPE, use_sliding_window=True, sliding_window=20, max_window_layers=2),
     "qwen3": Qwen3Config(**_SHAPE),
     "gemma": GemmaConfig(**_SHAPE),
-    "gemma2": Gemma2Config(**_SHAPE, sliding_window=20, query_pre_attn_scalar=16),
+    "gemma2": Gemma2Config(**_SHAPE, sliding_window=20, query_pre_attn_scalar=256),
     "gemma3": Gemma3TextConfig(
         **_SHAPE, sliding_window=20, query_pre_attn_scalar=16, layer_types=["sliding_attention", "full_attention"] * 2
     ),
@@ -78,9 +79,12 @@ def save_random(family: str, directory: Path, scale: float = 6.0, dtype: torch.d
     return directory
 
 
-def greedy(directory: Path, prompt: list[int], count: int, dtype: torch.dtype = torch.float32) -> list[int]:
-    """transformers' own answer; it never stops early."""
-    model = Auto.from_pretrained(directory, dtype=dtype).eval()
+def greedy(directory: Path, prompt: list[int], count: int) -> list[int]:
+    """transformers' own answer in fp32; it never stops early."""
+    return generate(Auto.from_pretrained(directory, dtype=torch.float32).eval(), prompt, count)
+
+
+def generate(model: Any, prompt: list[int], count: int) -> list[int]:
     model.generation_config.eos_token_id = None
     with torch.no_grad():
         ids = model.generate(

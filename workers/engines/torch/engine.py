@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,21 +13,22 @@ from gateway.api.config import ModelSpec
 from placement.split import local_kv_heads
 from workers.comm.base import GroupComm
 from workers.engines.base import ProgressFn
-from workers.engines.torch import threads
 from workers.engines.torch.attention import BatchHolder, LayerAttention
 from workers.engines.torch.fill import Precision, StageFiller, precision_of
 from workers.engines.torch.fused import fuse_blocks
-from workers.engines.torch.gguf_convert import converted
 from workers.engines.torch.kv import PagedKv
+from workers.engines.torch.linear import DenseLinear, Int4Linear, Int8Linear
 from workers.engines.torch.memory import TensorRegion
 from workers.engines.torch.parallel import ParallelPlan
 from workers.engines.torch.shard import ShardFacts, TorchShard
+from workers.engines.torch.source import weight_source
 from workers.engines.torch.stage import StageModel, build_stage, shorten_lookups
-from workers.engines.torch.weights import SafetensorsSource
+from workers.engines.torch.threads import ComputeThreads
 from workers.memory.arena import Arena
 from workers.messages import LoadShard
 
 _CONVERTING = 0.5  # share of the progress bar
+_SAMPLE_TOKENS = 8
 
 
 class TorchEngine:
@@ -36,13 +38,16 @@ class TorchEngine:
 
     def load(self, command: LoadShard, rank: int, arena: Arena, comm: GroupComm, progress: ProgressFn) -> TorchShard:
         spec = ModelSpec.model_validate_json(command.spec_json)
+        torch.set_num_threads(1)  # of the loading thread: the cores belong to the steps of other models (rule 7)
         progress(0.0, "opening")
         checkpoint = open_checkpoint(spec.source, self._cache_dir)
         precision = precision_of(checkpoint.precision if spec.precision == "auto" else spec.precision)
         with torch.no_grad():
             stage = build_stage(checkpoint.config, comm.stage, comm.stages, precision.compute)
             plan = ParallelPlan(stage, comm.tensor_rank, comm.tensor_size)
-            source = self._source(checkpoint, stage, progress)
+            source = weight_source(
+                checkpoint, stage.base_prefix, self._cache_dir, lambda done, what: progress(_CONVERTING * done, what)
+            )
             with ExitStack() as undo:
                 weights, workspace, kv = self._reserve(command, spec, checkpoint, stage, plan, precision, arena, undo)
 
@@ -58,21 +63,9 @@ class TorchEngine:
         shorten_lookups(stage.model)
         context = min(spec.context or checkpoint.max_context, checkpoint.max_context)
         facts = ShardFacts(checkpoint.digest, precision.name, context, source.read_bytes)
-        compute_threads = threads.ComputeThreads(threads.choose())
+        compute_threads = ComputeThreads(_sample_matmul(stage, precision.compute))
         progress(1.0, "ready")
         return TorchShard(command, facts, stage, holder, weights, workspace, kv, comm, precision.compute, compute_threads)
-
-    def _source(self, checkpoint: Checkpoint, stage: StageModel, progress: ProgressFn) -> SafetensorsSource:
-        if checkpoint.format == "safetensors":
-            files = tuple(file for file in checkpoint.files if file.suffix == ".safetensors")
-            return SafetensorsSource(files, stage.base_prefix)
-
-        def converting(fraction: float, what: str) -> None:
-            progress(_CONVERTING * fraction, what)
-
-        shape = checkpoint.shape
-        file = converted(checkpoint.files, checkpoint.digest, shape.heads, shape.kv_heads, self._cache_dir, converting)
-        return SafetensorsSource((file,), stage.base_prefix, rows_are_outputs=True)
 
     def _reserve(
         self,
@@ -124,3 +117,12 @@ def _connect_attention(stage: StageModel, holder: BatchHolder) -> None:
         for part in module.modules():
             if hasattr(part, "layer_idx") and hasattr(part, "head_dim"):
                 part.paged = LayerAttention(layer, holder)
+
+
+def _sample_matmul(stage: StageModel, dtype: torch.dtype) -> Callable[[], object]:
+    """The widest product of the first layer, for a few sequences' tokens."""
+    layer = getattr(stage.base, stage.names.layers)[0]
+    linears = [module for module in layer.modules() if isinstance(module, (DenseLinear, Int4Linear, Int8Linear))]
+    widest = max(linears, key=lambda linear: linear.outputs * linear.inputs)
+    x = torch.ones(_SAMPLE_TOKENS, widest.inputs, dtype=dtype)
+    return lambda: widest(x)

@@ -19,6 +19,7 @@ class DenseLinear(nn.Module):
         super().__init__()
         self.weight = weight  # [n, k]
         self.bias = bias
+        self.outputs, self.inputs = weight.shape
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
@@ -26,10 +27,12 @@ class DenseLinear(nn.Module):
 
 class Int4Linear(nn.Module):
     def __init__(self, packed: torch.Tensor, scales_and_zeros: torch.Tensor, bias: torch.Tensor | None) -> None:
+        """As `int4.pack` made them: scales and zeros are [k / 32, n, 2]."""
         super().__init__()
         self.packed = packed
         self.scales_and_zeros = scales_and_zeros
         self.bias = bias
+        self.outputs, self.inputs = scales_and_zeros.shape[1], scales_and_zeros.shape[0] * int4.GROUP
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = int4.matmul(x.reshape(-1, x.shape[-1]), self.packed, int4.GROUP, self.scales_and_zeros).view(*x.shape[:-1], -1)
@@ -44,6 +47,7 @@ class Int8Linear(nn.Module):
         self.codes = codes  # [n, k] int8
         self.scales = scales  # [n] bf16
         self.bias = bias
+        self.outputs, self.inputs = codes.shape
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.ops.aten._weight_int8pack_mm(x.reshape(-1, x.shape[-1]), self.codes, self.scales).view(*x.shape[:-1], -1)
@@ -58,6 +62,11 @@ class RowParallel(nn.Module):
         self.linear = linear
         self.bias = bias
         self._comm = comm
+
+    @property
+    def alone(self) -> bool:
+        """Nothing is summed and nothing added."""
+        return self._comm.tensor_size == 1 and self.bias is None
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self._comm.all_reduce(self.linear(x))

@@ -132,7 +132,7 @@ class TorchShard:
 
     def set_threads(self, count: int) -> None:
         """From the next step on."""
-        self._threads = ComputeThreads(count)
+        self._threads.set(count)
 
     def grow_kv(self, blocks: int) -> None:
         self._kv.grow(blocks)
