@@ -27,9 +27,11 @@ def summarize(status: SiteStatus) -> Summary:
     groups = [group for pool in status.pools for group in pool.groups]
     for model in status.models:
         wanted = model.manifest.get("spec", {}).get("replicas", 1)
-        ready = sum(group.model == model.name and group.state == "ready" for group in groups)
-        if ready < wanted:
-            problems.append(f"model {model.name} has {ready} of {wanted} groups ready")
+        ready = [group for group in groups if group.model == model.name and group.state == "ready"]
+        if len(ready) < wanted:
+            problems.append(f"model {model.name} has {len(ready)} of {wanted} groups ready")
+        elif sum(group.generation >= model.generation for group in ready) < wanted:
+            problems.append(f"model {model.name} still serves an older generation than {model.generation}")
     problems += [f"route {route.name} cannot answer" for route in status.routes if not route.ready]
     problems += [
         f"rank {rank.index} of pool {pool.pool} is lost" for pool in status.pools for rank in pool.ranks if not rank.alive

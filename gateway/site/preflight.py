@@ -121,6 +121,17 @@ def _without_password(redis_url: str) -> str:
     return f"{scheme}{separator}{rest.rpartition('@')[2].partition('?')[0]}"
 
 
+def check_ray(address: str, timeout_s: float = 3.0) -> None:
+    """A Ray head must listen at `host:port`; Ray's own client would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise invalid(f"--ray-address {address}: write HOST:PORT, as `ray start --head` prints it")
+    try:
+        socket.create_connection((host, int(port)), timeout_s).close()
+    except OSError as error:
+        raise unavailable(f"no Ray at {address}: {error.strerror or error}; start it, or leave --ray-address out") from error
+
+
 def check_models(documents: Sequence[Located], cache_dir: Path) -> None:
     """Opens the headers of every model's files. A corrupt or missing one is named here, not after a minute of starting."""
     from gateway.api.checkpoint import open_checkpoint

@@ -65,7 +65,7 @@ def up(home: Home, site: SiteFiles, board: Board, *, ray_address: str | None, wa
             return _verify(home, found, site, board, wait_s)
         with board.step("leftovers", f"of a {found.phase} site that ended without `yard down`"):
             down.stop_processes(home, found)
-    preflight_all(home, site, board)
+    preflight_all(home, site, board, ray_address)
     start = _Start(home, site, board, ray_address, wait_s)
     try:
         return start.run()
@@ -75,7 +75,7 @@ def up(home: Home, site: SiteFiles, board: Board, *, ray_address: str | None, wa
         raise
 
 
-def preflight_all(home: Home, site: SiteFiles, board: Board) -> None:
+def preflight_all(home: Home, site: SiteFiles, board: Board, ray_address: str | None) -> None:
     listen = site.spec.listen
     with board.step("checks") as step:
         preflight.check_disk(home.path, home.run_dir)
@@ -84,6 +84,8 @@ def preflight_all(home: Home, site: SiteFiles, board: Board) -> None:
         preflight.check_memory(site.documents)
         if site.spec.redis:
             asyncio.run(preflight.check_redis(site.spec.redis))
+        if ray_address is not None:
+            preflight.check_ray(ray_address)
         step.note = "ports, disk, memory" + (", Redis" if site.spec.redis else "")
 
 
@@ -307,13 +309,22 @@ def ask_canary(client: SiteClient, route: str | None, board: Board) -> Canary | 
 
 
 def _verify(home: Home, found: state.SiteState, site: SiteFiles, board: Board, wait_s: float) -> Up:
-    """The site runs already: says whether it serves, and changes nothing."""
-    if found.site != site.name:
+    """The site runs already: writes what changed in its files, and says whether it serves."""
+    if (found.site, found.site_dir) != (site.name, str(site.directory)):
         raise invalid(
             f"site {found.site} ({found.site_dir}) runs in this home; take it down with `yard down`, "
             "or set MODELYARD_HOME to run a second site beside it"
         )
+    running = (found.grpc_port, found.http_port, found.dashboard_port)
+    if any(asked and asked != port for asked, port in zip(_ports(site), running, strict=True)):
+        raise invalid(
+            f"site {found.site} runs with gRPC, HTTP and dashboard on ports {', '.join(map(str, running))}; "
+            "other ports need `yard down` first"
+        )
     with SiteClient(found.grpc_address, home.secrets().site) as client:
+        with board.step("desired state") as step:
+            reconciled = desired.reconcile(client, home, site.documents)
+            step.note = f"{', '.join(reconciled.written)} written" if reconciled.written else "as it was"
         deadline = time.monotonic() + wait_s
         while not (judged := readiness.judge(client.status(), site.pools(), site.replicas())).is_ready:
             show(board, judged)
@@ -321,7 +332,7 @@ def _verify(home: Home, found: state.SiteState, site: SiteFiles, board: Board, w
                 raise YardError(ErrorCode.UNAVAILABLE, f"the site runs but does not serve all: {judged.missing}")
             time.sleep(_POLL_S)
         show(board, judged)
-        return Up(found, ask_canary(client, site.default_route, board), was_running=True, kept=())
+        return Up(found, ask_canary(client, site.default_route, board), was_running=True, kept=reconciled.kept)
 
 
 def _answers(client: SiteClient) -> bool:

@@ -102,3 +102,10 @@ def test_a_model_that_is_not_installed_is_named(tmp_path: Path):
 def test_the_holder_of_a_free_port_is_nobody_known():
     assert preflight.holder(0) == "another process"
     assert sys.platform == "linux"
+
+
+def test_a_ray_that_does_not_listen_is_named_at_once():
+    with pytest.raises(YardError, match=r"no Ray at 127\.0\.0\.1:1: .*--ray-address"):
+        preflight.check_ray("127.0.0.1:1")
+    with pytest.raises(YardError, match="HOST:PORT"):
+        preflight.check_ray("somewhere")

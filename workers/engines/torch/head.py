@@ -47,6 +47,8 @@ class ScreenedHead(nn.Module):
             margins = errors * np.float32(scale)
             best = int(screened[row].argmax())
             limit = screened[row, best] - margins[best]
+            if not np.isfinite(limit):
+                raise FloatingPointError("the logits are not finite: the checkpoint's weights are damaged, or overflow in bf16")
             candidates = torch.from_numpy(np.flatnonzero(np.add(screened[row], margins, out=margins) >= limit))
             logits = self.weight.index_select(0, candidates).float() @ exact[row]
             tokens.append(int(candidates[int(logits.argmax())]))
