@@ -86,5 +86,7 @@ def greedy_with_stored_values(
                 transposed = family == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight"))
                 stored = (parameter.t() if transposed else parameter).contiguous().numpy()
                 values = torch.from_numpy(dequantize(quantize(stored, own), own))
+                if own == gguf.GGMLQuantizationType.Q8_0:
+                    values = values.half().float()  # what blocks without an operator of their own are kept in
                 parameter.copy_(values.t() if transposed else values)
     return generate(model, prompt, count)
