@@ -8,7 +8,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from gateway.api.errors import YardError, unavailable
+from gateway.api.errors import ErrorCode, YardError, unavailable
 from gateway.api.redis_link import connect
 
 CALL_TIMEOUT_S = 2.5
@@ -37,6 +37,9 @@ def refused(error: BaseException, what: str) -> YardError:
         return unavailable(
             f"{what}: the store did not answer in {CALL_TIMEOUT_S} s, so it may or may not be done; look, then repeat", 2.0
         )
+    if isinstance(error, ResponseError) and "MISCONF" in str(error):
+        message = f"{what}: the store cannot write to its disk ({error}); make room on it, then repeat"
+        return YardError(ErrorCode.EXHAUSTED, message, retry_after_s=2.0)
     if isinstance(error, ResponseError):
         return unavailable(f"{what}: the store refuses it ({error}); see to its role, memory or access rules", 2.0)
     return unavailable(f"{what}: the store cannot be reached ({error}); changes are refused until it is back", 2.0)

@@ -50,10 +50,25 @@ def problems_of_delete(site: Site, key: ObjectKey) -> list[Problem]:
     if isinstance(spec, RouteSpec):
         names.update(spec.aliases)
     users = [str(other) for other, manifest in sorted(site.items()) if names & set(_references(key.kind, manifest.spec))]
+    if key.kind == "Pool" and not users:
+        return _stranded(site, key)
     if not users:
         return []
     message = f"{key} is still named by {', '.join(users)}; change or delete that first, or delete with --force"
     return [Problem(str(key), message)]
+
+
+def _stranded(site: Site, pool: ObjectKey) -> list[Problem]:
+    """Models that the last pool takes with it: every route to them would stop answering."""
+    if any(other.kind == "Pool" and other != pool for other in site):
+        return []
+    models = [
+        str(key) for key, manifest in sorted(site.items()) if isinstance(manifest.spec, ModelSpec) and manifest.spec.replicas
+    ]
+    if not models:
+        return []
+    message = f"{pool} is the last pool, and {', '.join(models)} would have no place; delete those first, or delete with --force"
+    return [Problem(str(pool), message)]
 
 
 def _references(kind: str, spec: object) -> tuple[str, ...]:

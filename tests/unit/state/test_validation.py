@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import pytest
+from redis.exceptions import ResponseError
 from site_documents import model, pool, route, tenant
 
-from gateway.api.errors import YardError
+from gateway.api.errors import ErrorCode, YardError
 from gateway.api.records import DesiredObject
-from gateway.state.edits import Put, apply_edit
+from gateway.state.connection import refused
+from gateway.state.edits import Put, apply_edit, delete_edit
 from gateway.state.snapshot import ObjectKey, Snapshot, newest
 
 
@@ -84,3 +86,22 @@ def test_a_store_that_lost_nothing_is_the_truth() -> None:
     held = snapshot_of(route("r", "m"), revision=4, generation=2)
     stored = Snapshot(5, {}, {ObjectKey("Route", "r"): 3})
     assert newest(held, stored) is stored
+
+
+def test_the_last_pool_is_not_deleted_from_under_its_models() -> None:
+    with pytest.raises(YardError, match=r"Pool/p is the last pool, and Model/m, Model/n would have no place.*--force") as caught:
+        delete_edit(SITE, ObjectKey("Pool", "p"))
+    assert caught.value.code is ErrorCode.CONFLICT
+    assert delete_edit(SITE, ObjectKey("Pool", "p"), force=True)
+    beside_another = snapshot_of(pool("p"), pool("q"), model("m"))
+    assert delete_edit(beside_another, ObjectKey("Pool", "p"))
+
+
+def test_a_store_with_a_full_disk_is_told_from_one_that_refuses() -> None:
+    full = refused(ResponseError("MISCONF Errors writing to the AOF file: No space left on device"), "the change")
+    assert full.code is ErrorCode.EXHAUSTED
+    assert "disk" in full.message
+    assert (
+        refused(ResponseError("READONLY You can't write against a read only replica."), "the change").code
+        is ErrorCode.UNAVAILABLE
+    )
