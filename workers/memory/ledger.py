@@ -63,7 +63,7 @@ class Ledger:
         return {owner for lines in self._lines for owner, _ in lines}
 
     def reserve(self, owner: Hashable, wanted: Mapping[int, Mapping[str, int]]) -> None:
-        """Enter new lines (rank -> kind -> bytes), all or none. LedgerFull when a rank lacks room; ValueError for a known line."""
+        """New lines (rank -> kind -> bytes), all or none. LedgerFull when a rank lacks room; ValueError for a known line."""
         for rank, kinds in wanted.items():
             for kind, size in kinds.items():
                 _check_size(size)
