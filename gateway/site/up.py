@@ -65,6 +65,7 @@ def up(home: Home, site: SiteFiles, board: Board, *, ray_address: str | None, wa
             return _verify(home, found, site, board, wait_s)
         with board.step("leftovers", f"of a {found.phase} site that ended without `yard down`"):
             down.stop_processes(home, found)
+        home.create()  # the leftovers took the run directories with them
     preflight_all(home, site, board, ray_address)
     start = _Start(home, site, board, ray_address, wait_s)
     try:
