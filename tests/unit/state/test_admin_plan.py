@@ -100,7 +100,7 @@ async def test_a_plan_says_why_something_fits_nowhere(tmp_path: Path, checkpoint
     )
     plan = {row.model: row for row in await Planner(tmp_path).plan(after, record(), ())}
     assert (plan["big"].action, plan["big"].pool) == ("none", "")
-    assert "needs 1 × 3.0 GiB" in plan["big"].reasons[0]
+    assert "needs 1 × 3.1 GiB, largest free device in pool `p` has 2.0 GiB" in plan["big"].reasons[0]
     assert "heads" in plan["odd"].reasons[0]
 
 
