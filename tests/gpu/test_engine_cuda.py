@@ -398,9 +398,9 @@ def test_decode_runs_as_graphs_where_kernels_take_the_model(machine: Machine, ch
     used: list[int] = []
     run = GraphSteps.run
 
-    def counted(self: GraphSteps, parts, before_layer):
+    def counted(self: GraphSteps, parts):
         used.append(len(parts))
-        return run(self, parts, before_layer)
+        return run(self, parts)
 
     monkeypatch.setattr(GraphSteps, "run", counted)
     for family in ("llama", "gemma"):

@@ -63,11 +63,6 @@ class RowParallel(nn.Module):
         self.bias = bias
         self._comm = comm
 
-    @property
-    def alone(self) -> bool:
-        """Nothing is summed and nothing added."""
-        return self._comm.tensor_size == 1 and self.bias is None
-
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self._comm.all_reduce(self.linear(x))
         return y if self.bias is None else y + self.bias

@@ -14,17 +14,19 @@ import triton.language as tl
 
 
 @triton.jit
-def _fetch_lines(at):
-    """Bring the 128 bytes behind each pointer into the L2 cache, without waiting for them."""
-    asm: tl.constexpr = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
-    tl.inline_asm_elementwise(asm, "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
 def rms_norm_kernel(
-    x_ptr, residual_ptr, weight_ptr, out_ptr, size, eps, ADD: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    size,
+    eps,
+    ADD: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    """One row a program. ADD: residual += x, and that is what is normalised."""
+    """One row a program. ADD: residual += x, and that is what is normalised. x may be the sum of PARTS."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -32,9 +34,13 @@ def rms_norm_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0)
-    kind = x.dtype
-    x = x.to(tl.float32)
+    x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
+    kind = out_ptr.dtype.element_ty
+    for part in tl.static_range(1, PARTS):
+        above = part * tl.num_programs(0).to(tl.int64) * size
+        x += tl.load(x_ptr + above + row * size + column, mask=inside, other=0.0)
+    if PARTS > 1:
+        x = x.to(kind).to(tl.float32)
     if ADD:
         x += tl.load(residual_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
         rounded = x.to(kind)
@@ -73,36 +79,19 @@ def rotate_append_kernel(
     eps,
     block_stride,
     value_offset,
-    next_ptr,
-    next_lines,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     GROUP: tl.constexpr,
     NORM: tl.constexpr,
-    FETCHERS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One token and GROUP heads of one kind a program. qkv [tokens, HEADS + 2 * KV_HEADS, 2 * HALF].
 
     Rotates q in place; rotates k and copies k and v to the token's place in the cache of this layer, [.., KV_HEADS, BLOCK_TOKENS,
-    2 * HALF] from `cache_ptr` on in every block. A token of block -1 has no place. FETCHERS programs a token bring what the
-    kernel after the attention reads into the L2 cache: `next_lines` lines of 128 bytes.
+    2 * HALF] from `cache_ptr` on in every block. A token of block -1 has no place.
     """
-    if FETCHERS > 0:
-        fetcher = tl.program_id(1) - (HEADS + 2 * KV_HEADS) // GROUP
-        if fetcher >= 0:
-            if PDL:
-                tl.extra.cuda.gdc_launch_dependents()
-            share = tl.cdiv(next_lines, FETCHERS * tl.num_programs(0))
-            first = (tl.program_id(0) * FETCHERS + fetcher) * share
-            for line in range(first, first + share, 64):
-                lines = tl.minimum(line + tl.arange(0, 64), next_lines - 1)
-                _fetch_lines(next_ptr + lines.to(tl.int64) * (128 // (next_ptr.dtype.element_ty.primitive_bitwidth // 8)))
-            if PDL:
-                tl.extra.cuda.gdc_wait()
-            return
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     first_head = tl.program_id(1) * GROUP
@@ -238,12 +227,12 @@ def narrow_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    FETCH: tl.constexpr,
+    PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A few rows: out [m, n] = x [m, k] W^T, all rows and BLOCK_N outputs a program. SCALED: W in 8 bits with a scale a row.
+    """A few rows: out [m, n] = x [m, k] W^T, BLOCK_M rows and BLOCK_N outputs a program. SCALED: W in 8 bits with a scale a row.
 
-    FETCH lines of 128 bytes of every row of W are brought into the L2 cache while the kernel before still runs.
+    PARTS above 1: out [PARTS, m, n] in fp32, each the sum over a share of k.
     """
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -252,16 +241,13 @@ def narrow_linear_kernel(
     tokens_inside = (token < m)[None, :]
     at = weight_ptr + row.to(tl.int64)[:, None] * k + column[None, :]
     x_at = x_ptr + token[None, :] * k + column[:, None]
+    share = tl.cdiv(k, PARTS * BLOCK_K) * BLOCK_K
+    first = tl.program_id(2) * share
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    if FETCH > 0:
-        line_elements: tl.constexpr = 128 // (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
-        known = tl.minimum(row, n - 1).to(tl.int64)[:, None] * k
-        _fetch_lines(weight_ptr + known + tl.arange(0, FETCH)[None, :] * line_elements)
-    if PDL:
         tl.extra.cuda.gdc_wait()
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for start in range(0, k, BLOCK_K):
+    for start in range(first, tl.minimum(first + share, k), BLOCK_K):
         columns_inside = start + column < k
         weight = tl.load(at + start, mask=rows_inside & columns_inside[None, :], other=0.0)
         x = tl.load(x_at + start, mask=tokens_inside & columns_inside[:, None], other=0.0)
@@ -270,7 +256,7 @@ def narrow_linear_kernel(
         total *= tl.load(scale_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
     if BIAS:
         total += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
-    target = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
+    target = out_ptr + tl.program_id(2).to(tl.int64) * m * n + token.to(tl.int64)[None, :] * n + row[:, None]
     tl.store(target, total.to(out_ptr.dtype.element_ty), mask=rows_inside & tokens_inside)
 
 

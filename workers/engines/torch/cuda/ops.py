@@ -6,6 +6,7 @@ Triton is missing. Activations are [rows, size], contiguous.
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 from dataclasses import dataclass
@@ -38,9 +39,14 @@ def fused(x: torch.Tensor) -> bool:
 
 
 def _launch(x: torch.Tensor) -> dict[str, Any]:
+    return _launch_options(x.device.index) if x.is_cuda else {"PDL": False}
+
+
+@functools.cache
+def _launch_options(device: int) -> dict[str, Any]:
     """Programmatic dependent launches exist from Hopper on."""
-    dependent = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return {"PDL": dependent, "launch_pdl": dependent} if dependent else {"PDL": False}
+    dependent = torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if dependent else {"PDL": False}
 
 
 # ---------------------------------------------------------------- norm and activation
@@ -56,11 +62,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """residual += x; its norm."""
+    """residual += x; its norm. x may be in parts that are to be summed, [parts, rows, size] in fp32."""
     if not fused(x):
-        residual += x
+        residual += x if x.dim() == residual.dim() else x.sum(0).to(residual.dtype)
         return _plain_norm(residual, weight, eps)
-    out = torch.empty_like(x)
+    out = torch.empty_like(residual)
     _norm(x, residual, weight, out, eps, add=True)
     return out
 
@@ -68,9 +74,11 @@ def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, 
 def _norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, *, add: bool) -> None:
     size = x.shape[-1]
     block = 1 << (size - 1).bit_length()
-    grid = (x.numel() // size,)
+    parts = x.shape[0] if x.dim() > residual.dim() else 1
     warps = 4 if block <= 2048 else 8
-    _kernels.rms_norm_kernel[grid](x, residual, weight, out, size, eps, ADD=add, BLOCK=block, num_warps=warps, **_launch(x))
+    _kernels.rms_norm_kernel[(residual.numel() // size,)](
+        x, residual, weight, out, size, eps, ADD=add, PARTS=parts, BLOCK=block, num_warps=warps, **_launch(x)
+    )
 
 
 def _plain_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -111,21 +119,18 @@ def rotate_append(
     blocks: torch.Tensor,
     rotation: Rotation,
     kv: LayerKv,
-    fetch: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """qkv [tokens, heads + 2 * kv_heads, head_dim], straight from the projection → rotated q, [tokens, heads, head_dim].
 
     k (rotated) and v go to the tokens' places in the cache: block blocks[i], offset positions[i] mod the block's tokens. A token
-    of block -1 has no place. q and k are normalised first where the family does. `fetch`: what the kernel after the attention
-    reads; it comes into the L2 cache while the attention of a few tokens leaves the memory idle.
+    of block -1 has no place. q and k are normalised first where the family does.
     """
     kv_heads = kv.heads
     if not fused(qkv):
         return _plain_rotate_append(qkv, heads, positions, blocks, rotation, kv)
     group = math.gcd(math.gcd(heads, kv_heads), 8)
     q_norm, k_norm = rotation.q_norm, rotation.k_norm
-    fetchers = 0 if fetch is None or not qkv.is_cuda else FETCHERS
-    _kernels.rotate_append_kernel[(qkv.shape[0], (heads + 2 * kv_heads) // group + fetchers)](
+    _kernels.rotate_append_kernel[(qkv.shape[0], (heads + 2 * kv_heads) // group)](
         qkv,
         positions,
         blocks,
@@ -137,15 +142,12 @@ def rotate_append(
         rotation.eps,
         kv.keys.stride(0),
         kv.value_offset,
-        qkv if fetch is None else fetch,
-        0 if fetch is None else fetch.numel() * fetch.element_size() // 128,
         HEADS=heads,
         KV_HEADS=kv_heads,
         HALF=qkv.shape[-1] // 2,
         BLOCK_TOKENS=kv.block_tokens,
         GROUP=group,
         NORM=q_norm is not None,
-        FETCHERS=fetchers,
         num_warps=1 if group * qkv.shape[-1] <= 512 else 2,
         **_launch(qkv),
     )
@@ -171,9 +173,6 @@ def _turn(x: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor) -> torch.Te
     return torch.cat((low * cosine - high * sine, high * cosine + low * sine), dim=-1).to(x.dtype)
 
 
-FETCHERS = 120
-
-
 def append(k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, blocks: torch.Tensor, kv: LayerKv) -> None:
     """k and v [tokens, kv_heads, head_dim] to the tokens' places in the cache, as `rotate_append`."""
     size = k.shape[-1]
@@ -191,7 +190,6 @@ def append(k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, blocks: to
 
 VECTOR_TILE = (8, 512)
 NARROW_ROWS = 64  # of one program
-FETCH_LINES = 8  # of 128 bytes, by row of weights
 
 
 @dataclass(frozen=True)
@@ -269,23 +267,32 @@ class Tile:
     warps: int = 4
 
 
-def narrow_tile(m: int, n: int) -> Tile:
-    """The fastest of those measured on an H200 for 7B shapes: many outputs, or few with long rows."""
-    if n >= 8192:
-        return Tile(64, 128, 3)
-    return Tile(32, 256, 5) if m <= 16 else Tile(64, 128, 5)
+TILE = Tile(64, 128, 3)  # the fastest of those measured on an H200 for 7B shapes
+_PROGRAMS = 256  # that many read weights at the memory's full speed
 
 
-def narrow_linear(x: torch.Tensor, weight: Weight, tile: Tile | None = None) -> torch.Tensor:
+def narrow_linear(x: torch.Tensor, weight: Weight, tile: Tile = TILE) -> torch.Tensor:
     """A few rows, x [m, k] → [m, n]."""
     if not fused(x):
         return F.linear(x, weight.widened(x.dtype), weight.bias)
+    out = torch.empty((x.shape[0], weight.outputs), dtype=x.dtype, device=x.device)
+    return _narrow(x, weight, out, tile, 1)
+
+
+def narrow_parts(x: torch.Tensor, weight: Weight, tile: Tile = TILE, parts: int = 0) -> torch.Tensor:
+    """A few rows without a bias, in parts that are to be summed, [parts, m, n] in fp32: few outputs give few programs."""
+    if not fused(x):
+        return F.linear(x, weight.widened(x.dtype)).float().unsqueeze(0)
+    parts = parts or max(1, _PROGRAMS * tile.outputs // weight.outputs)
+    out = torch.empty((parts, x.shape[0], weight.outputs), dtype=torch.float32, device=x.device)
+    return _narrow(x, weight, out, tile, parts)
+
+
+def _narrow(x: torch.Tensor, weight: Weight, out: torch.Tensor, tile: Tile, parts: int) -> torch.Tensor:
     m, k = x.shape
     n = weight.outputs
-    tile = tile or narrow_tile(m, n)
-    out = torch.empty((m, n), dtype=x.dtype, device=x.device)
     block_m = min(NARROW_ROWS, max(16, 1 << (m - 1).bit_length()))
-    _kernels.narrow_linear_kernel[(-(-n // tile.outputs), -(-m // block_m))](
+    _kernels.narrow_linear_kernel[(-(-n // tile.outputs), -(-m // block_m), parts)](
         x,
         weight.matrix,
         x if weight.scales is None else weight.scales,
@@ -299,7 +306,7 @@ def narrow_linear(x: torch.Tensor, weight: Weight, tile: Tile | None = None) -> 
         BLOCK_M=block_m,
         BLOCK_N=tile.outputs,
         BLOCK_K=tile.inputs,
-        FETCH=FETCH_LINES if x.is_cuda else 0,
+        PARTS=parts,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **_launch(x),

@@ -14,7 +14,7 @@ from workers.engines.torch.cuda.draw import Drawn, DrawState, LogProbabilities, 
 from workers.engines.torch.cuda.residency import FixedMemory, ParkedMemory
 from workers.engines.torch.cuda.sequences import Part, SequenceTable
 from workers.engines.torch.cuda.stack import BeforeLayer
-from workers.engines.torch.cuda.steps import Computed, EagerSteps, GraphSteps
+from workers.engines.torch.cuda.steps import EagerSteps, GraphSteps
 from workers.engines.torch.shard import ShardFacts
 from workers.engines.torch.stage import StageModel
 from workers.memory.copy_engine import Transfer
@@ -116,17 +116,16 @@ class GpuShard:
     def _enqueue(self, parts: list[Part], states: list[DrawState]) -> Drawn | None:
         waking = self._before_layer()
         if waking is None and self._graphs is not None and self._graphs.fits(parts):
-            computed: Computed | None = self._graphs.run(parts, None)
-            if len(states) < len(parts):
-                rows = _rows([row for row, part in enumerate(parts) if part.state is not None], self._newest.device)
-                computed = Computed(computed.logits[rows], computed.greedy[rows])
+            computed = self._graphs.run(parts)
         else:
             computed = self._eager.run(parts, waking)
-        if computed is None or not states:
+        if computed is None:
             return None
         drawn = draw(computed.logits, computed.greedy, states)
-        places = _rows([part.place for part in parts if part.state is not None], self._newest.device)
-        self._newest.index_copy_(0, places, drawn.tokens.int())
+        if drawn.tokens is not computed.greedy:
+            places = [part.place for part in parts if part.state is not None]
+            at = torch.tensor(places, pin_memory=self._newest.is_cuda).to(self._newest.device, non_blocking=True)
+            self._newest.index_copy_(0, at, drawn.tokens.int())
         return drawn
 
     def _before_layer(self) -> BeforeLayer | None:
@@ -201,10 +200,6 @@ class GpuShard:
             return
         with torch.cuda.stream(self._stream):
             yield
-
-
-def _rows(rows: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def _to_host(drawn: Drawn) -> Drawn:

@@ -20,12 +20,11 @@ from workers.engines.torch.cuda.attention import Attention, Current, Slot
 from workers.engines.torch.cuda.batch import Tokens
 from workers.engines.torch.cuda.kv import BlockMajorKv
 from workers.engines.torch.cuda.linear import GpuLinear, GpuRmsNorm
-from workers.engines.torch.linear import ProjectionPart, RowParallel
+from workers.engines.torch.linear import ProjectionPart
 from workers.engines.torch.stage import StageModel
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _FIXED_ROTATIONS = ("default", "linear", "llama3", "yarn")  # frequencies that do not depend on the length
-_FETCH_ROWS = 2  # with more rows the attention itself keeps the memory busy
 
 BeforeLayer = Callable[[int], None]
 
@@ -94,17 +93,18 @@ class FusedStack:
                 before_layer(number)
             x = _normed(y, hidden, layer.norm_attention)
             qkv = layer.qkv(x).view(count, -1, head_dim)
-            fetch = _matrix(layer.output) if count <= _FETCH_ROWS else None
             kv = self._kv.layers[number]
-            q = ops.rotate_append(qkv, self._heads, tokens.positions, tokens.blocks, layer.rotation, kv, fetch)
+            q = ops.rotate_append(qkv, self._heads, tokens.positions, tokens.blocks, layer.rotation, kv)
             mixed = self._attention.run(number, q, layer.rule)
-            added = layer.output(mixed.reshape(count, -1))
+            added = _summand(layer.output, mixed.reshape(count, -1))
             x = ops.add_rms_norm(added, hidden, layer.norm_mlp.weight, layer.norm_mlp.eps)
-            y = layer.down(ops.silu_mul(layer.gate_up(x)))
+            y = _summand(layer.down, ops.silu_mul(layer.gate_up(x)))
         if before_layer is not None:
             before_layer(len(self._layers))
         assert y is not None
-        return hidden.add_(y) if self._norm is None else _normed(y, hidden, self._norm)
+        if self._norm is None:
+            return hidden.add_(y if y.dim() == 2 else y.sum(0))
+        return _normed(y, hidden, self._norm)
 
 
 def _normed(y: torch.Tensor | None, hidden: torch.Tensor, norm: GpuRmsNorm) -> torch.Tensor:
@@ -113,9 +113,11 @@ def _normed(y: torch.Tensor | None, hidden: torch.Tensor, norm: GpuRmsNorm) -> t
     return ops.add_rms_norm(y, hidden, norm.weight, norm.eps)
 
 
-def _matrix(linear: nn.Module) -> torch.Tensor | None:
-    inner = linear.linear if isinstance(linear, RowParallel) else linear
-    return inner.weight.matrix if isinstance(inner, GpuLinear) else None
+def _summand(linear: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """What `add_rms_norm` adds: the product, in parts where that is faster."""
+    if isinstance(linear, GpuLinear) and linear.gives_parts(x):
+        return linear.parts(x)
+    return linear(x)
 
 
 def build_stack(stage: StageModel, kv: BlockMajorKv, attention: Attention) -> Stack:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from workers.engines.torch.stage import StageModel
 
 log = logging.getLogger(__name__)
 
+_MOST_READ_TOKENS = 16384  # by prompts: 2 ms of an H200's memory for a 7B model
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 256, 320, 384, 512)
 
 
@@ -73,14 +74,8 @@ class Network:
         return Computed(logits, logits.argmax(dim=-1))
 
 
-class StepRunner(Protocol):
-    def run(self, parts: list[Part], before_layer: BeforeLayer | None) -> Computed | None:
-        """None on stages that sample nothing."""
-        ...
-
-
 class EagerSteps:
-    """Any step."""
+    """Any step. Its most likely tokens are in `newest` afterwards."""
 
     def __init__(
         self, network: Network, attention: Attention, newest: torch.Tensor, block_tokens: int, device: torch.device
@@ -92,32 +87,35 @@ class EagerSteps:
         self._device = device
 
     def run(self, parts: list[Part], before_layer: BeforeLayer | None) -> Computed | None:
+        """None where nothing is sampled."""
         spans = [part.span for part in parts]
         positions, blocks = place(spans, self._block_tokens)
-        ends = np.cumsum([span.count for span in spans])
+        lasts = (np.cumsum([span.count for span in spans]) - 1).tolist()
         ids = np.concatenate([np.array(part.tokens or (0,), dtype=np.int32) for part in parts])
-        rows = [int(end) - 1 for part, end in zip(parts, ends, strict=True) if part.state is not None]
-        known_here = [(int(end) - 1, part.place) for part, end in zip(parts, ends, strict=True) if not part.tokens]
-        count, waiting = len(ids), len(known_here)
-        host = pinned(3 * count + len(rows) + 2 * waiting, self._device)
+        sampled = [(last, part.place) for part, last in zip(parts, lasts, strict=True) if part.state is not None]
+        known_here = [(last, part.place) for part, last in zip(parts, lasts, strict=True) if not part.tokens]
+        count = len(ids)
+        sizes = [3 * count, 2 * len(sampled), 2 * len(known_here)]
+        host = pinned(sum(sizes), self._device)
         array = host.numpy()
-        array[:count], array[count : 2 * count], array[2 * count : 3 * count] = ids, positions, blocks
-        array[3 * count : 3 * count + len(rows)] = rows
+        array[: 3 * count].reshape(3, count)[:] = ids, positions, blocks
+        array[3 * count :] = np.array([*sampled, *known_here], dtype=np.int32).reshape(-1)
+        placed, rows, known = host.to(self._device, non_blocking=True).split(sizes)
+        tokens = Tokens(*placed.view(3, count).unbind(0))
         if known_here:
-            array[3 * count + len(rows) :] = np.array(known_here, dtype=np.int32).T.reshape(-1)
-        inputs = host.to(self._device, non_blocking=True)
-        tokens = Tokens(*inputs[: 3 * count].view(3, count).unbind(0))
-        if known_here:
-            at, places = inputs[3 * count + len(rows) :].view(2, waiting)
+            at, places = known.view(-1, 2).unbind(1)
             tokens.ids.index_copy_(0, at.long(), self._newest.index_select(0, places))
         self._attention.plan(spans, _pages(spans, self._block_tokens, self._device))
         hidden = self._network.hidden(tokens, before_layer)
         if not self._network.stage.is_last:
             self._network.send(hidden)
             return None
-        if not rows:
+        if not sampled:
             return None
-        return self._network.head(hidden.index_select(0, inputs[3 * count : 3 * count + len(rows)]))
+        at, places = rows.view(-1, 2).unbind(1)
+        computed = self._network.head(hidden.index_select(0, at))
+        self._newest.index_copy_(0, places.long(), computed.greedy.int())
+        return computed
 
 
 def _pages(spans: list[Span], block_tokens: int, device: torch.device) -> Pages:
@@ -134,7 +132,12 @@ def _pages(spans: list[Span], block_tokens: int, device: torch.device) -> Pages:
 
 
 class GraphSteps:
-    """Steps of one token a sequence of single-stage groups, padded to a batch size that has a graph."""
+    """Small steps of single-stage groups, as so many decodes, padded to a batch size that has a graph.
+
+    The tokens of a prompt are decodes too: each layer puts the keys and values of all of them in place before its attention, and
+    each of them sees what lies before it. That reads a prefix once a token, so it is for short prompts only. The most likely
+    tokens are in `newest` afterwards.
+    """
 
     def __init__(
         self,
@@ -155,10 +158,13 @@ class GraphSteps:
         self._device = device
         self._inputs = torch.zeros(6 * sizes[-1] + 1 + sizes[-1] * most_blocks, dtype=torch.int32, device=device)
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Computed]] = {}
-        self._idle = Part(0, (0,), Span(1, 0, np.zeros(1, np.int32)), newest.shape[0] - 1, None)
+        self._spare = newest.shape[0] - 1
+        self._idle = Part(0, (0,), Span(1, 0, np.zeros(1, np.int32)), self._spare, None)
 
     def fits(self, parts: list[Part]) -> bool:
-        return len(parts) <= self._sizes[-1] and parts[-1].span.count == 1
+        tokens = sum(part.span.count for part in parts)
+        read = sum(part.span.count * part.span.length for part in parts if part.span.count > 1)
+        return tokens <= self._sizes[-1] and read <= _MOST_READ_TOKENS
 
     def capture(self, pool: Any) -> None:
         """Largest first, so that smaller graphs find room in what it used. Runs each once before; block 0 must be mapped."""
@@ -173,14 +179,29 @@ class GraphSteps:
                 computed = self._compute(tokens, size)
             self._graphs[size] = graph, computed
 
-    def run(self, parts: list[Part], before_layer: BeforeLayer | None) -> Computed:
-        """The result is overwritten by the next step of any size."""
-        del before_layer  # graphs run when all layers are there
-        size = next(size for size in self._sizes if size >= len(parts))
-        self._load(parts, size)
+    def run(self, parts: list[Part]) -> Computed | None:
+        """None where nothing is sampled. The result is overwritten by the next step of any size."""
+        rows = parts if parts[-1].span.count == 1 else [row for part in parts for row in self._rows(part)]
+        size = next(size for size in self._sizes if size >= len(rows))
+        self._load(rows, size)
         graph, computed = self._graphs[size]
         graph.replay()
-        return Computed(computed.logits[: len(parts)], computed.greedy[: len(parts)])
+        sampled = [number for number, row in enumerate(rows) if row.state is not None]
+        if len(sampled) == len(rows):
+            return Computed(computed.logits[: len(rows)], computed.greedy[: len(rows)])
+        if not sampled:
+            return None
+        at = torch.tensor(sampled, pin_memory=True).to(self._device, non_blocking=True)
+        return Computed(computed.logits[at], computed.greedy[at])
+
+    def _rows(self, part: Part) -> list[Part]:
+        """Token by token; only the last one may be sampled."""
+        span = part.span
+        if span.count == 1:
+            return [part]
+        tables = [Span(1, position, span.table) for position in range(span.start, span.length)]
+        before = [Part(part.sequence, (token,), one, self._spare, None) for token, one in zip(part.tokens, tables, strict=True)]
+        return [*before[:-1], Part(part.sequence, part.tokens[-1:], tables[-1], part.place, part.state)]
 
     def close(self) -> None:
         for graph, _ in self._graphs.values():
@@ -202,7 +223,7 @@ class GraphSteps:
         places[:used] = [part.place for part in parts]
         last_tokens[:used] = positions[:used] % self._block_tokens + 1
         # Padding reads one token that is there, and writes nowhere.
-        ids[used:], positions[used:], blocks[used:], places[used:], last_tokens[used:] = 0, 0, -1, self._newest.shape[0] - 1, 1
+        ids[used:], positions[used:], blocks[used:], places[used:], last_tokens[used:] = 0, 0, -1, self._spare, 1
         if parts[0] is self._idle:
             blocks[0] = -1
         starts = array[5 * size : 6 * size + 1]
