@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
@@ -187,6 +186,30 @@ class Bins:
             self._undo(log, mark)
             if self._steps <= 0:
                 return False
+        return len(item.replicas) > 1 and self._place_for_larger(item, log)
+
+    def _place_for_larger(self, item: _Item, log: _Log) -> bool:
+        """A replica on the device of a larger group that has room elsewhere, where the model's other replicas may be."""
+        if item.group.tensor_parallel > 1:
+            return False
+        mark = len(log)
+        barred = item.barred()
+        for at in (at for members in item.domains for at in members if at in self._open and at not in barred):
+            larger = (other for other in self._on[at] if other.movable and other.need >= item.need)
+            for other in sorted(larger, key=lambda other: (other.need, other.group.model, other.bins)):
+                self._steps -= 1
+                if self._steps <= 0:
+                    return False
+                log.append((other, other.bins))
+                self._take(other)
+                log.append((item, ()))
+                self._put(item, (at,))
+                spot = self._tightest(other)
+                if spot is not None:
+                    log.append((other, ()))
+                    self._put(other, spot)
+                    return True
+                self._undo(log, mark)
         return False
 
     def _tightest(self, item: _Item) -> tuple[int, ...] | None:
@@ -207,15 +230,13 @@ class Bins:
         """(devices, items to take off them) where the item then fits: first where the least is ejected."""
         degree, need = item.group.tensor_parallel, item.need
         choices = []
-        open_, below = self._open, need
-        if len(item.replicas) > 1:  # what is larger may still go where this one may not
-            open_, below = self._open - item.barred(), sys.maxsize
+        open_ = self._open - item.barred() if len(item.replicas) > 1 else self._open
         for members in item.domains:
             costs = []
             for at in members:
                 if at not in open_:
                     continue
-                for ejected in self._ejections(at, need, below):
+                for ejected in self._ejections(at, need):
                     costs.append((sum(other.need * len(other.bins) for other in ejected), at, ejected))
             costs.sort(key=lambda cost: cost[:2])
             if degree == 1:
@@ -233,14 +254,14 @@ class Bins:
         for _, spot, ejected in choices:
             yield spot, sorted(ejected, key=lambda other: (-other.need, other.group.model, other.bins))
 
-    def _ejections(self, at: int, need: int, below: int) -> Iterable[list[_Item]]:
-        """Items of less than `below` whose leaving makes room: none, one, or two."""
+    def _ejections(self, at: int, need: int) -> Iterable[list[_Item]]:
+        """Smaller items whose leaving makes room: none, one, or two."""
         lack = need - self._free[at]
         if lack <= 0:
             yield []
             return
         smaller = sorted(
-            (item for item in self._on[at] if item.movable and item.need < below),
+            (item for item in self._on[at] if item.movable and item.need < need),
             key=lambda item: (item.need, item.group.model, item.bins),
         )
         for item in smaller:
@@ -248,7 +269,7 @@ class Bins:
                 yield [item]
         for first, item in enumerate(smaller):
             for other in smaller[first + 1 :]:
-                if item.need < lack and other.need < lack and lack <= item.need + other.need < below:
+                if item.need < lack and other.need < lack and lack <= item.need + other.need < need:
                     yield [item, other]
 
     def _put(self, item: _Item, spot: tuple[int, ...]) -> None:

@@ -2,8 +2,9 @@
 
     1. Pack (`CONSOLIDATE`) in one order of models after the other: by size, then by sizes shaken a little more each round.
     2. While there is room for it in sum: close one device after the other, the lightest first. Its groups move to the others,
-       each where it fits tightest; where one fits nowhere it takes the place of a smaller one (a replica that the others bar
-       from where there is room: of any), which moves on (a bounded depth-first search, undone when it leads nowhere).
+       each where it fits tightest; where one fits nowhere it takes the place of a smaller one, which moves on (a bounded
+       depth-first search, undone when it leads nowhere). A replica, which the others bar from where they are, also takes
+       the place of a larger group that has room elsewhere.
     3. A site with placed groups also starts from these, and of plans with as few devices the one that loads least counts.
     4. Stop at a plan that uses no more devices than the sum of bytes needs, or after the last round; the best one counts.
 
