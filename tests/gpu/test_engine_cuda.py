@@ -40,11 +40,20 @@ class Machine:
     arena: object
     engine: GpuEngine
     close: Callable[[], None] = lambda: None
+    shards: list[GpuShard] = field(default_factory=list)
+    loads: int = 0
 
-    def load(self, directory: Path, group_id: int = 1, **spec: object) -> GpuShard:
+    def load(self, directory: Path, **spec: object) -> GpuShard:
+        self.loads += 1
         document = {"source": str(directory), "limits": {"concurrency": 6}, **spec}
-        command = LoadShard(1, group_id, "m", json.dumps(document), (0,), 1, 1, BLOCK_TOKENS, BLOCKS, 2 * BLOCKS, {})
-        return self.engine.load(command, 0, self.arena, SingleComm(), lambda _f, _w: None)  # type: ignore[arg-type]
+        command = LoadShard(1, self.loads, "m", json.dumps(document), (0,), 1, 1, BLOCK_TOKENS, BLOCKS, 2 * BLOCKS, {})
+        shard = self.engine.load(command, 0, self.arena, SingleComm(), lambda _f, _w: None)  # type: ignore[arg-type]
+        self.shards.append(shard)
+        return shard
+
+    def close_shards(self) -> None:
+        while self.shards:
+            self.shards.pop().close()
 
 
 def cpu(cache: Path) -> Machine:
@@ -80,6 +89,13 @@ def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     made = request.param(tmp_path_factory.mktemp("cache"))
     yield made
     made.close()
+
+
+@pytest.fixture(autouse=True)
+def _close_shards(request: pytest.FixtureRequest):
+    yield
+    if "machine" in request.fixturenames:
+        request.getfixturevalue("machine").close_shards()
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +238,6 @@ def test_same_greedy_tokens_as_transformers(machine: Machine, family: str, preci
     together = tokens_of(chunked.finish())
     same = [agree(one, other, precision) for one, other in zip(together, wanted, strict=True)]
     assert sum(same) >= (4 if precision == "fp32" else 3), (together, wanted)
-    shard.close()
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
@@ -233,18 +248,15 @@ def test_a_step_need_not_wait_for_the_tokens_of_the_one_before(machine: Machine,
     for prompt in prompts():
         driver.add(prompt, COUNT)
     assert tokens_of(driver.finish()) == wanted
-    shard.close()
 
 
 def test_eight_bit_weights_answer_like_their_widened_values(machine: Machine, checkpoints) -> None:
     exact = machine.load(checkpoints("llama"), precision="bf16")
     wanted = [answer(exact, prompt, count=8) for prompt in prompts()]
-    exact.close()
     for precision in ("int8", "fp8"):
         shard = machine.load(checkpoints("llama"), precision=precision)
         found = [answer(shard, prompt, count=8) for prompt in prompts()]
         assert sum(one[:1] == other[:1] for one, other in zip(found, wanted, strict=True)) >= 3, (precision, found, wanted)
-        shard.close()
 
 
 def test_sampling_is_reproducible_and_its_seed_counts(machine: Machine, checkpoints) -> None:
@@ -263,7 +275,6 @@ def test_sampling_is_reproducible_and_its_seed_counts(machine: Machine, checkpoi
     driver = Driver(shard)
     driver.add(prompts()[1], COUNT - 10, ways[0], tuple(alone[0][:10]))
     assert tokens_of(driver.finish())[0] == alone[0][10:]
-    shard.close()
 
 
 def test_penalties_see_tokens_that_the_host_has_not(machine: Machine, checkpoints) -> None:
@@ -274,7 +285,6 @@ def test_penalties_see_tokens_that_the_host_has_not(machine: Machine, checkpoint
     assert answer(shard, prompts()[0], Sampling(repetition_penalty=1.0001)) == plain
     never = answer(shard, prompts()[0], Sampling(repetition_penalty=1e6))
     assert not set(never) & set(prompts()[0])
-    shard.close()
 
 
 def test_log_probabilities_are_those_of_the_model(machine: Machine, checkpoints) -> None:
@@ -289,7 +299,6 @@ def test_log_probabilities_are_those_of_the_model(machine: Machine, checkpoints)
         assert list(one.alternative_logprobs) == sorted(one.alternative_logprobs, reverse=True)
         assert len(one.alternative_ids) == 3
     assert all(not one.alternative_ids for one in silent)
-    shard.close()
 
 
 def test_kv_grows_and_shrinks_while_sequences_go_on(machine: Machine, checkpoints) -> None:
@@ -306,7 +315,6 @@ def test_kv_grows_and_shrinks_while_sequences_go_on(machine: Machine, checkpoint
     assert tokens_of(driver.finish()) == wanted
     with pytest.raises(MemoryError, match="reserved"):
         shard.grow_kv(2 * BLOCKS + 1)
-    shard.close()
 
 
 def test_what_a_step_must_not_say(machine: Machine, checkpoints) -> None:
@@ -320,14 +328,13 @@ def test_what_a_step_must_not_say(machine: Machine, checkpoints) -> None:
     ):
         with pytest.raises(ValueError, match=says):
             shard.begin(Step(1, 1, (part,)))
-    shard.close()
 
 
 def test_closing_gives_everything_back(machine: Machine, checkpoints) -> None:
     before = dict(machine.arena.regions())  # type: ignore[attr-defined]
     shard = machine.load(checkpoints("mistral"), precision="fp32")
     assert shard.held().bytes["weights"] > 0
-    shard.close()
+    machine.close_shards()
     assert machine.arena.regions() == before  # type: ignore[attr-defined]
 
 
@@ -373,7 +380,6 @@ def test_parked_models_answer_as_before_once_they_wake(machine: Machine, family:
         same = [agree(one, other, "bf16") for one, other in zip(found, before, strict=True)]
         assert all(same), (found, before)
         assert [answer(shard, prompt) for prompt in prompts()] == before
-    shard.close()
 
 
 @pytest.mark.gpu
@@ -389,7 +395,6 @@ def test_parking_waits_for_sequences(machine: Machine, checkpoints) -> None:
         shard.park()
     driver.finish()
     shard.park()
-    shard.close()
 
 
 @pytest.mark.gpu
@@ -410,7 +415,6 @@ def test_decode_runs_as_graphs_where_kernels_take_the_model(machine: Machine, ch
         for prompt in prompts()[:3]:
             driver.add(prompt, COUNT)
         driver.finish()
-        shard.close()
         assert used.count(3) >= COUNT - 2, family
 
 
@@ -418,7 +422,7 @@ def test_decode_runs_as_graphs_where_kernels_take_the_model(machine: Machine, ch
 @pytest.mark.parametrize("machine", [gpu], indirect=True)
 def test_several_models_share_a_gpu_and_its_graph_memory(machine: Machine, checkpoints) -> None:
     families = ("llama", "qwen2", "mistral")
-    shards = [machine.load(checkpoints(family), number, precision="bf16") for number, family in enumerate(families, start=1)]
+    shards = [machine.load(checkpoints(family), precision="bf16") for family in families]
     alone = [[answer(shard, prompt) for prompt in prompts()] for shard in shards]
     drivers = [Driver(shard) for shard in shards]
     for driver in drivers:
@@ -430,5 +434,3 @@ def test_several_models_share_a_gpu_and_its_graph_memory(machine: Machine, check
     together = [tokens_of(driver.finish()) for driver in drivers]
     for one, other in zip(together, alone, strict=True):
         assert sum(agree(left, right, "bf16") for left, right in zip(one, other, strict=True)) >= 3, (one, other)
-    for shard in shards:
-        shard.close()

@@ -378,3 +378,33 @@ def draw_kernel(
         last = tl.maximum(last, tl.max(tl.where(weight > 0.0, start + column, 0), 0))
         running += tl.sum(weight, 0)
     tl.store(out_ptr + number, tl.where(chosen < vocabulary, chosen, last).to(tl.int64))
+
+
+@triton.jit
+def known_ids_kernel(id_ptr, place_ptr, newest_ptr, out_ptr, count, BLOCK: tl.constexpr):
+    """ids, and where one is below 0 the newest token at its place."""
+    row = tl.arange(0, BLOCK)
+    inside = row < count
+    known = tl.load(id_ptr + row, mask=inside, other=0)
+    newest = tl.load(newest_ptr + tl.load(place_ptr + row, mask=inside, other=0), mask=inside, other=0)
+    tl.store(out_ptr + row, tl.where(known < 0, newest, known), mask=inside)
+
+
+@triton.jit
+def largest_kernel(logits_ptr, place_ptr, newest_ptr, out_ptr, vocabulary, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """The token with the largest logit of a row (the first of equal ones), which becomes the newest at the row's place."""
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    token = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocabulary, BLOCK):
+        inside = start + column < vocabulary
+        x = tl.load(logits_ptr + row.to(tl.int64) * vocabulary + start + column, mask=inside, other=float("-inf"))
+        x = x.to(tl.float32)
+        token = tl.where(x > best, start + column, token)
+        best = tl.maximum(best, x)
+    found = tl.min(tl.where(best == tl.max(best, 0), token, vocabulary - 1), 0)
+    tl.store(out_ptr + row, found.to(tl.int64))
+    tl.store(newest_ptr + tl.load(place_ptr + row), found)

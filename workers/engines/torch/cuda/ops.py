@@ -317,6 +317,31 @@ def _narrow(x: torch.Tensor, weight: Weight, out: torch.Tensor, tile: Tile, part
 # ---------------------------------------------------------------- drawing
 
 
+def known_ids(ids: torch.Tensor, places: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:
+    """ids [n] int32, and where one is below 0 the newest token at its place."""
+    if not fused(ids):
+        return torch.where(ids < 0, newest.index_select(0, places), ids)
+    out = torch.empty_like(ids)
+    count = ids.shape[0]
+    _kernels.known_ids_kernel[(1,)](ids, places, newest, out, count, BLOCK=1 << (count - 1).bit_length())
+    return out
+
+
+def largest(logits: torch.Tensor, places: torch.Tensor, newest: torch.Tensor) -> torch.Tensor:
+    """Tokens [n] int64 with the largest logit of each row, which become the newest at `places` (int32)."""
+    if not fused(logits):
+        tokens = logits.argmax(dim=-1)
+        newest.index_copy_(0, places.long(), tokens.int())
+        return tokens
+    tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    vocabulary = logits.shape[1]
+    block = min(8192, 1 << (vocabulary - 1).bit_length())
+    _kernels.largest_kernel[(logits.shape[0],)](
+        logits, places, newest, tokens, vocabulary, BLOCK=block, num_warps=16, **_launch(logits)
+    )
+    return tokens
+
+
 @dataclass(frozen=True)
 class Filters:
     """By row drawn, each [n]. top_k 0, top_p 1 and min_p 0 filter nothing."""

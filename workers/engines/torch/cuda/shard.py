@@ -99,7 +99,10 @@ class GpuShard:
     def begin(self, step: Step) -> PendingStep | None:
         """Enqueue. None on ranks that report nothing. ValueError when the step contradicts what this rank knows."""
         began = time.perf_counter()
-        parts = self._sequences.prepare(step, self._memory.kv.blocks, self._memory.kv.block_tokens)
+        memory = self._memory
+        if step.sequences and isinstance(memory, ParkedMemory) and memory.is_parked:
+            raise ValueError(f"model `{self._command.model}` is parked; wake it before its next step")
+        parts = self._sequences.prepare(step, memory.kv.blocks, memory.kv.block_tokens)
         sequences = [part.sequence for part in parts if part.state is not None]
         states = [part.state for part in parts if part.state is not None]
         with torch.inference_mode(), self._on_stream():
@@ -133,8 +136,6 @@ class GpuShard:
         memory, stream = self._memory, self._stream
         if not isinstance(memory, ParkedMemory) or stream is None:
             return None
-        if memory.is_parked:
-            raise ValueError(f"model `{self._command.model}` is parked; wake it before its next step")
         if memory.wake_under_way is None:
             return None
         return lambda layer: memory.wait(layer, stream)

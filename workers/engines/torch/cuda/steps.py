@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from workers.comm.base import GroupComm
+from workers.engines.torch.cuda import ops
 from workers.engines.torch.cuda.attention import Attention
 from workers.engines.torch.cuda.batch import Pages, Span, Tokens, block_counts, pinned, place
 from workers.engines.torch.cuda.flash import DecodePages, FlashAttention
@@ -67,11 +68,12 @@ class Network:
     def send(self, hidden: torch.Tensor) -> None:
         self._comm.send_next(hidden)
 
-    def head(self, hidden: torch.Tensor) -> Computed:
+    def head(self, hidden: torch.Tensor, places: torch.Tensor, newest: torch.Tensor) -> Computed:
+        """The most likely tokens become the newest at `places` (int32)."""
         logits = self._model.lm_head(hidden)
         if self._softcap is not None:
             logits = torch.tanh(logits.float() / self._softcap) * self._softcap
-        return Computed(logits, logits.argmax(dim=-1))
+        return Computed(logits, ops.largest(logits, places, newest))
 
 
 class EagerSteps:
@@ -113,9 +115,7 @@ class EagerSteps:
         if not sampled:
             return None
         at, places = rows.view(-1, 2).unbind(1)
-        computed = self._network.head(hidden.index_select(0, at))
-        self._newest.index_copy_(0, places.long(), computed.greedy.int())
-        return computed
+        return self._network.head(hidden.index_select(0, at), places.contiguous(), self._newest)
 
 
 def _pages(spans: list[Span], block_tokens: int, device: torch.device) -> Pages:
@@ -245,11 +245,9 @@ class GraphSteps:
 
     def _compute(self, tokens: Tokens, size: int) -> Computed:
         places = self._inputs[3 * size : 4 * size]
-        ids = torch.where(tokens.ids < 0, self._newest[places], tokens.ids)
+        ids = ops.known_ids(tokens.ids, places, self._newest)
         hidden = self._network.hidden(Tokens(ids, tokens.positions, tokens.blocks), None)
-        computed = self._network.head(hidden)
-        self._newest.index_copy_(0, places.long(), computed.greedy.int())
-        return computed
+        return self._network.head(hidden, places, self._newest)
 
 
 _RANGES = torch.arange(_BATCH_SIZES[-1] + 1, dtype=torch.int32)
