@@ -10,7 +10,7 @@ from workers.engines.torch.cuda import ops
 from workers.engines.torch.cuda.ops import Weight
 
 # Up to so many rows, products with few outputs are split over their inputs, so that more programs read weights at once.
-PARTS_ROWS = 32
+PARTS_ROWS = 64
 WIDE_OUTPUTS = 8192  # enough programs without that
 # Up to so many rows our own kernel computes the others; from there on cuBLAS is as fast (H200, 7B shapes).
 NARROW_ROWS = 8
@@ -27,6 +27,8 @@ class GpuLinear(nn.Module):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.numel() // x.shape[-1]
         weight = self.weight
+        if rows == 1 and weight.outputs < WIDE_OUTPUTS and _has_kernel(x):
+            return ops.vector_linear(x.reshape(1, -1), weight).view(*x.shape[:-1], -1)
         most = NARROW_ROWS if weight.scales is None else NARROW_ROWS_8_BIT
         if rows <= most and _has_kernel(x):
             return ops.narrow_linear(x.reshape(rows, -1), weight).view(*x.shape[:-1], -1)
@@ -37,7 +39,7 @@ class GpuLinear(nn.Module):
 
     def gives_parts(self, x: torch.Tensor) -> bool:
         weight = self.weight
-        return x.shape[0] <= PARTS_ROWS and weight.bias is None and weight.outputs < WIDE_OUTPUTS and _has_kernel(x)
+        return 1 < x.shape[0] <= PARTS_ROWS and weight.bias is None and weight.outputs < WIDE_OUTPUTS and _has_kernel(x)
 
     def parts(self, x: torch.Tensor) -> torch.Tensor:
         """x [rows, k] → [parts, rows, n] in fp32, to be summed."""
