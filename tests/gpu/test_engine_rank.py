@@ -1,0 +1,87 @@
+"""A rank's compute thread with a shard that enqueues: steps are taken ahead of results, and reported in order."""
+
+from __future__ import annotations
+
+import json
+import queue
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "engine"))
+
+from random_checkpoints import greedy, save_random
+
+from workers.comm.single import SingleComm
+from workers.engines.torch.cuda.engine import GpuEngine
+from workers.memory.arena import HostArena
+from workers.messages import Done, GrowKv, LoadShard, NewSequence, Report, Sampling, SequenceStep, Step, StepDone, UnloadShard
+from workers.rank.compute import ComputeThread
+
+COUNT = 12
+PROMPT = [5, 9, 77, 3]
+
+
+class Rank:
+    def __init__(self, cache: Path) -> None:
+        self.arena = HostArena(2**30)
+        self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
+        self.fatal: list[str] = []
+        engine = GpuEngine(cache, torch.device("cpu"))
+        self.compute = ComputeThread(
+            0, self.arena, lambda *_: SingleComm(), lambda _: engine, report=self.reports.put, fatal=self.fatal.append
+        )
+        self.compute.start()
+
+    def wait(self, kind: type) -> Report:
+        while not isinstance(report := self.reports.get(timeout=60), kind):
+            pass
+        return report
+
+
+@pytest.fixture
+def rank(tmp_path: Path):
+    made = Rank(tmp_path / "cache")
+    yield made
+    assert made.compute.stop(30.0)
+    assert made.arena.committed_bytes == 0
+    assert not made.fatal
+
+
+def load(rank: Rank, directory: Path) -> None:
+    spec = json.dumps({"source": str(directory), "precision": "fp32"})
+    rank.compute.submit(LoadShard(1, 7, "m", spec, (0,), 1, 1, 16, 8, 16, {}))
+    done = rank.wait(Done)
+    assert isinstance(done, Done)
+    assert not done.error
+    assert done.held is not None
+
+
+def test_steps_are_sent_ahead_and_reported_in_order(rank: Rank, tmp_path: Path) -> None:
+    directory = save_random("llama", tmp_path / "llama")
+    load(rank, directory)
+    new = NewSequence(Sampling())
+    rank.compute.submit(Step(1, 7, (SequenceStep(1, tuple(PROMPT), 0, (3, 0), True, new),)))
+    for number in range(2, COUNT + 1):
+        rank.compute.submit(Step(number, 7, (SequenceStep(1, (), len(PROMPT) + number - 2, (), True),)))
+    rank.compute.submit(GrowKv(2, 7, 16))
+    found = [rank.wait(StepDone) for _ in range(COUNT)]
+    assert [done.step for done in found] == list(range(1, COUNT + 1))  # type: ignore[union-attr]
+    assert [done.sampled[0].token for done in found] == greedy(directory, PROMPT, COUNT)  # type: ignore[union-attr]
+    rank.compute.submit(UnloadShard(3, 7))
+    rank.wait(Done)
+
+
+def test_a_step_that_cannot_be_enqueued_fails_alone(rank: Rank, tmp_path: Path) -> None:
+    directory = save_random("llama", tmp_path / "llama")
+    load(rank, directory)
+    rank.compute.submit(Step(1, 7, (SequenceStep(1, (5,), 0, (99,), True, NewSequence(Sampling())),)))
+    failed = rank.wait(StepDone)
+    assert isinstance(failed, StepDone)
+    assert "mapped ones" in failed.error
+    rank.compute.submit(Step(2, 7, (SequenceStep(2, tuple(PROMPT), 0, (0,), True, NewSequence(Sampling())),)))
+    done = rank.wait(StepDone)
+    assert isinstance(done, StepDone)
+    assert [one.token for one in done.sampled] == greedy(directory, PROMPT, 1)
