@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 
 from gateway.admission.caller import Caller, identify
@@ -41,8 +42,8 @@ class Generation:
         await generation.start()
         while (news := await generation.receive()) is not None: …
 
-    1. `start` finds out who asks, resolves the route, tokenizes, checks, takes of the tenant's quota, waits its turn, chooses a
-       pool and submits one sequence per choice.
+    1. `start` is `prepare`, which finds out who asks, resolves the route, tokenizes, checks and takes of the tenant's quota, and
+       `enter`, which waits its turn, chooses a pool and submits one sequence per choice.
     2. `receive` gives what is new of the choices, a Hold while the model is being brought in, and None at the end.
     3. A replica that is lost (or has no room, if there is another) before the first token is replaced, once (rule 9); when
        the model has no other, the route is asked again for another model: its new target after a switch, another target, or
@@ -90,11 +91,31 @@ class Generation:
     # ---------------------------------------------------------------- beginning
 
     async def start(self) -> None:
-        try:
+        await self.prepare()
+        await self.enter()
+
+    async def prepare(self) -> None:
+        """All that takes nothing of the pools, so that many may be prepared before one of them runs."""
+        async with self._beginning():
             check(self.request)
+            await self._admit()
+
+    async def enter(self) -> None:
+        """From here on it holds its share of the pools until they are done with it, so whoever enters must be received."""
+        async with self._beginning():
+            self._check_running()
+            if not self.request.shadow:
+                self._ticket = await self._take_turn()
+                if self.resolved is not None and self.resolved.shadow is not None:
+                    self._path.shadows.offer(self.request, self.resolved.shadow)
+            await self._launch(None)
+
+    @contextlib.asynccontextmanager
+    async def _beginning(self) -> AsyncIterator[None]:
+        """Until the deadline; what ends it early ends the generation."""
+        try:
             async with asyncio.timeout_at(self.request.deadline):
-                await self._admit()
-                await self._launch(None)
+                yield
         except TimeoutError as error:
             self.close()
             raise self._deadline_error() from error
@@ -122,12 +143,11 @@ class Generation:
         if path.quotas is not None:
             await path.quotas.admit(self._caller, self.usage.prompt_tokens)
             self._charged = True
-        self._ticket = await self._take_turn()
-        if resolved.shadow is not None:
-            path.shadows.offer(request, resolved.shadow)
+            if self._closed:
+                self._pay()
 
     async def _take_turn(self) -> Ticket:
-        """A client that leaves while it waits gives its place up at once (rule 10); who is refused has used no quota."""
+        """A client that leaves while it waits gives its place up at once (rule 10)."""
         path, request = self._path, self.request
         cost = (self.usage.prompt_tokens + self._submits[0].max_tokens) * request.n
         ticket = path.gate.enter_now(self.model, count=request.n, cost=cost)
@@ -137,10 +157,6 @@ class Generation:
         self._entering = asyncio.ensure_future(entering)
         try:
             ticket = await self._entering
-        except YardError:
-            if self._charged and path.quotas is not None:
-                path.quotas.give_back(self._caller, self.usage.prompt_tokens)
-            raise
         except asyncio.CancelledError:
             if self._closed:
                 raise YardError(ErrorCode.CANCELLED, "the client left") from None
@@ -323,9 +339,18 @@ class Generation:
         self._drop_sequences()
         if self._ticket is not None:
             self._ticket.leave(answered=self.done)
-        if self._charged and self._path.quotas is not None:
-            self._path.quotas.charge(self._caller, self.tokens)
+        self._pay()
         self._flight.wake()
+
+    def _pay(self) -> None:
+        """Who was not let through has used no quota."""
+        quotas = self._path.quotas
+        if not self._charged or quotas is None:
+            return
+        if self._ticket is None:
+            quotas.give_back(self._caller, self.usage.prompt_tokens)
+        else:
+            quotas.charge(self._caller, self.tokens)
 
     def _drop_sequences(self) -> None:
         if self._link is not None:

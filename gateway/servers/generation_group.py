@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 from gateway.api.proto.pool_pb2 import Hold
 from gateway.servers.choice_stream import ChoiceDelta
@@ -14,7 +16,11 @@ from gateway.servers.request import GenerationRequest
 class GenerationGroup:
     """Like one Generation whose choices are numbered through: those of prompt i are i * n to i * n + n - 1.
 
-    When one fails, all end.
+    - All are prepared before one runs, so what is wrong with any prompt is said before anything is answered.
+    - They enter one after the other, and each is received from the moment it entered. So none holds its share of a pool
+      while it waits for another's, and requests of more sequences than a pool takes pass through it piece by piece, in turns
+      with everybody else's.
+    - When one fails, all end.
     """
 
     def __init__(self, path: GenerationPath, requests: list[GenerationRequest]) -> None:
@@ -42,18 +48,34 @@ class GenerationGroup:
         return Usage(sum(part.prompt_tokens for part in parts), self.tokens, sum(part.cached_tokens for part in parts))
 
     async def start(self) -> None:
-        """YardError of the first that cannot start; then none runs."""
+        """Until the first has entered. YardError of the first that cannot be prepared; then none runs."""
         try:
             for generation in self.generations:
-                await generation.start()
+                await generation.prepare()
+            await self.first.enter()
         except BaseException:
             self.close()
             raise
         if len(self.generations) > 1:
-            self._tasks = [
-                asyncio.create_task(self._pump(index, generation), name=f"prompt-{index}")
-                for index, generation in enumerate(self.generations)
-            ]
+            self._own(self._pump(0, self.first), "prompt-0")
+            self._own(self._enter_others(), "prompts")
+
+    async def _enter_others(self) -> None:
+        for index, generation in enumerate(self.generations[1:], start=1):
+            await generation.enter()
+            self._own(self._pump(index, generation), f"prompt-{index}")
+
+    def _own(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._tasks.append(asyncio.create_task(self._telling(work), name=name))
+
+    async def _telling(self, work: Coroutine[Any, Any, None]) -> None:
+        """Its failure is told to whoever receives."""
+        try:
+            await work
+        except BaseException as error:
+            self._news.put_nowait(error)
+            if not isinstance(error, Exception):
+                raise
 
     async def receive(self) -> list[ChoiceDelta] | Hold | None:
         if not self._tasks:
@@ -74,16 +96,11 @@ class GenerationGroup:
             generation.close()
 
     async def _pump(self, index: int, generation: Generation) -> None:
-        try:
-            while True:
-                news = await generation.receive()
-                if isinstance(news, list):
-                    for delta in news:
-                        delta.index += index * self._choices_each
-                self._news.put_nowait(news)
-                if news is None:
-                    return
-        except BaseException as error:
-            self._news.put_nowait(error)
-            if not isinstance(error, Exception):
-                raise
+        while True:
+            news = await generation.receive()
+            if isinstance(news, list):
+                for delta in news:
+                    delta.index += index * self._choices_each
+            self._news.put_nowait(news)
+            if news is None:
+                return
