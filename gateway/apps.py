@@ -106,5 +106,10 @@ def pool_app(runtime: Runtime, pool: str, spec: PoolSpec) -> Application:
     """The driver of one pool. Deploy it as `pool_app_name(pool)` with `route_prefix=None`.
 
     The deployment's name carries a digest of `spec`, by which the controller sees in Serve what a pool runs with.
+    The driver lives on one of the pool's own nodes if there is any, so that another node's death does not take it along.
     """
-    return PoolDriver.options(name=deployment_name(spec)).bind(runtime, pool, spec.model_dump_json())
+    options = dict(_REPLICA["ray_actor_options"])
+    if spec.node_labels:
+        options |= {"label_selector": dict(spec.node_labels), "fallback_strategy": [{"label_selector": {}}]}
+    driver = PoolDriver.options(name=deployment_name(spec), ray_actor_options=options)
+    return driver.bind(runtime, pool, spec.model_dump_json())

@@ -92,7 +92,8 @@ class ControllerLoop:
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), PASS_S)
+                    async with asyncio.timeout(PASS_S):
+                        await self._wake.wait()
                 await asyncio.sleep(SETTLE_S)  # Changes come in bursts.
                 self._wake.clear()
                 if heartbeat.done():

@@ -62,6 +62,7 @@ def test_requests_are_balanced_and_move_when_a_node_is_killed(two_halves: House,
     house.wait_until("both pools ready", lambda status: len(_serving(status)) == 2)
     nodes = {pool.pool: pool.ranks[0].node for pool in house.status().pools}
     assert nodes["left"] != nodes["right"]
+    left = next(pool.incarnation for pool in house.status().pools if pool.pool == "left")
     ends: Counter[str] = Counter()
     stop = threading.Event()
 
@@ -95,6 +96,7 @@ def test_requests_are_balanced_and_move_when_a_node_is_killed(two_halves: House,
             asker.join(40)
     assert not any(asker.is_alive() for asker in askers), "a request hangs"
     assert set(ends) <= {"answered 1", "UNAVAILABLE"}, ends
+    assert [pool.incarnation for pool in house.status().pools if pool.pool == "left"] == [left], "its driver lived elsewhere"
 
 
 def _serving(status: SiteStatus) -> set[str]:

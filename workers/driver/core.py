@@ -24,6 +24,9 @@ STALLED_S = 120.0
 """Requests in flight and no step for so long: something hangs in a device or a peer, and the ranks are restarted (rule 11)."""
 
 
+HELD_RETRY_S = 5.0
+
+
 class PoolCore:
     def __init__(self, device: str, capacities: Items[int], effects: Effects, first_sequence: int = 1) -> None:
         """`first_sequence`: above every sequence id that an earlier driver gave to ranks which may be adopted."""
@@ -91,7 +94,7 @@ class PoolCore:
         self._settle(now)
 
     def on_ranks_lost(self, now: float, reason: str) -> None:
-        """One rank lost is all lost (rule 11): its requests end at once, its groups begin again when ranks are back."""
+        """One rank lost is all lost (rule 11): all requests end at once, groups begin again when ranks are back."""
         if not self.state.ranks_up:
             return
         self.state.ranks_up = False
@@ -106,6 +109,8 @@ class PoolCore:
                 del self.state.groups[group.id]
                 continue
             self._renew(group, reason)
+        for model in list(self.state.held):
+            self._requests.fail_held(model, f"model `{model}`: {reason}; the pool's ranks restart", HELD_RETRY_S)
         self._effects.event("ranks_lost", "", reason)
         self._effects.restart_ranks(reason)
         self._effects.changed()

@@ -58,7 +58,8 @@ class Heartbeat:
                 await asyncio.sleep(HEARTBEAT_S)
                 continue
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), HEARTBEAT_S)
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await self._changed.wait()
                 await asyncio.sleep(_SETTLE_S)
 
     async def newest_fence(self) -> int:

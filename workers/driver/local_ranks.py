@@ -58,7 +58,8 @@ class LocalRanks:
             with contextlib.suppress(ProcessLookupError):
                 self._process.terminate()
             try:
-                await asyncio.wait_for(self._process.wait(), STOP_TIMEOUT_S)
+                async with asyncio.timeout(STOP_TIMEOUT_S):
+                    await self._process.wait()
             except TimeoutError:
                 with contextlib.suppress(ProcessLookupError):
                     self._process.kill()

@@ -103,7 +103,8 @@ class PoolLoop:
         """Take nothing new and let what runs end, for at most so long."""
         self._tell(self.core.on_closing)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._drained.wait(), grace_s)
+            async with asyncio.timeout(grace_s):
+                await self._drained.wait()
 
     @property
     def welcomes(self) -> dict[int, Welcome]:

@@ -90,9 +90,10 @@ async def connect(rank: int, address: str, secret: str, driver: str) -> RankLink
     except OSError as error:
         raise unavailable(f"rank {rank} does not listen on {address}: {error}") from error
     try:
-        nonce = (await asyncio.wait_for(reader.readexactly(NONCE_BYTES), HANDSHAKE_TIMEOUT_S)).decode()
-        writer.write(encode(Hello(secret=proof(secret, nonce), driver=driver)))
-        welcome = await asyncio.wait_for(_read(reader), HANDSHAKE_TIMEOUT_S)
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            nonce = (await reader.readexactly(NONCE_BYTES)).decode()
+            writer.write(encode(Hello(secret=proof(secret, nonce), driver=driver)))
+            welcome = await _read(reader)
     except (asyncio.IncompleteReadError, ConnectionError, TimeoutError, msgspec.MsgspecError, ValueError) as error:
         writer.close()
         raise unavailable(

@@ -27,7 +27,8 @@ class Requests:
         """The decision tree:
 
         0. A driver that stops takes nothing new.
-        1. A deadline that has passed ends it here (rule 10).
+        1. A deadline that has passed ends it here (rule 10). While ranks are down nothing is held: nobody knows when they
+           are back, and another pool may have the model (rule 11).
         2. A model that is not in this pool: UNAVAILABLE, another pool may have it.
         3. A ready group takes it, the one with the fewest outstanding tokens, if its queue has room: else EXHAUSTED.
         4. A model on its way: held, with an estimated wait, bounded like a queue; refused at once when the deadline is
@@ -46,6 +47,11 @@ class Requests:
             self._refuse(request, ErrorCode.DEADLINE, f"model `{request.model}`: the deadline passed before it was queued")
             return
         groups = list(self._state.of_model(request.model))
+        if not self._state.ranks_up:
+            reason = self._state.message or "they start"
+            wait = min((self.estimate_s(now, group) for group in groups), default=1.0)
+            self._refuse(request, ErrorCode.UNAVAILABLE, f"this pool's ranks are down: {reason}", wait)
+            return
         # 2.
         if not groups:
             self._refuse(request, ErrorCode.UNAVAILABLE, f"model `{request.model}` is not in this pool", 1.0)

@@ -138,7 +138,8 @@ class RankServer:
         try:
             nonce = secrets.token_hex(NONCE_BYTES // 2)
             writer.write(nonce.encode())
-            hello = await asyncio.wait_for(_read(reader), HELLO_TIMEOUT_S)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                hello = await _read(reader)
             if not self._accept(hello, nonce):
                 return
             self._attach(writer)

@@ -10,6 +10,7 @@ import pytest
 from fleet import Crash, KnownCheckpoints, World, model_spec, pool_spec
 from valkey_server import ValkeyServer
 
+from gateway.api.tasks import cancelled
 from gateway.controller.effects import StaleFence, Unreachable
 from gateway.controller.loop import STUCK_S, ControllerLoop
 from gateway.controller.situation import DRAIN_S, LOST_S
@@ -390,15 +391,13 @@ async def test_rule_1_of_two_running_controllers_one_acts_and_the_other_takes_ov
     token = leases[first].fence
     assert not leases[1 - first].fence
     assert world.effects.count("deploy p") == 1
-    tasks[first].cancel()
+    await cancelled([tasks[first]])
     world.want("Model", "m", model_spec())
     await until(lambda: world.loads == [("p", "m")])
     assert leases[1 - first].fence == token + 1
     assert world.record is not None
     assert world.record.owner == f"controller-{1 - first}"
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    await cancelled(tasks)
     assert await stores[0].redis.get(stores[0].keys.lease) is None, "a controller that stops gives its lease back"
     for store in stores:
         await store.close()

@@ -133,13 +133,14 @@ def test_a_deadline_shorter_than_the_estimate_is_refused_at_once() -> None:
 
 def test_held_requests_are_bounded_cancellable_and_expire() -> None:
     """Rule 6: held, bounded."""
-    world = World(up=False)
+    world = World()
     world.assign(wanted(limits=LimitsSpec(concurrency=1, queue=3, batch_tokens=32)))
     keys = [world.submit(timeout_s=60), *(world.submit() for _ in range(3))]
     assert world.error(keys[3]) == ErrorCode.EXHAUSTED
     world.core.on_cancel(world.now, keys[1])
     assert world.ends[keys[1]].finish_reason == "cancelled"
-    world.later(61)
+    world.now += 61
+    world.core.on_tick(world.now)
     assert world.error(keys[0]) == ErrorCode.DEADLINE
     world.core.on_link_closed(world.now, 1)
     assert world.ends[keys[2]].finish_reason == "cancelled"
@@ -304,12 +305,27 @@ def test_a_lost_rank_ends_all_requests_at_once_and_everything_starts_again_as_on
         assert world.ends[key].retry_after_s > 0
     assert world.restarts == ["rank 1 (pid 7) is gone"]
     assert world.core.state.ledger.used(0) == world.core.state.ledger.used(1) == 0
-    held = world.submit(model="b", max_tokens=3)
-    assert held in world.holds
+    early = world.submit(model="b", max_tokens=3)
+    assert early not in world.holds, "nobody knows when they are back, and another pool may have the model"
+    assert world.error(early) == ErrorCode.UNAVAILABLE
+    assert "rank 1 (pid 7) is gone" in world.ends[early].error_message
     world.ranks_up()
     world.run()
-    assert world.texts[held] == expected_text((1, 2, 3), 3)
+    later = world.submit(model="b", max_tokens=3)
+    world.run()
+    assert world.texts[later] == expected_text((1, 2, 3), 3)
     assert (world.states("a"), world.states("b")) == (["ready"], ["ready"])
+
+
+def test_what_waits_for_a_load_is_let_go_when_ranks_are_lost() -> None:
+    """Rule 11: requests that a pool holds do not wait for ranks that may never come back."""
+    world = World()
+    world.assign(wanted())
+    held = world.submit()
+    assert held in world.holds
+    world.lose_ranks("node n2 is gone")
+    assert world.error(held) == ErrorCode.UNAVAILABLE
+    assert "node n2 is gone" in world.ends[held].error_message
 
 
 def test_a_rank_lost_while_loading_or_checking_starts_again() -> None:
