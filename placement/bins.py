@@ -63,6 +63,7 @@ class Bins:
             self._put(item, tuple(self._index[group.pool, rank] for rank in group.ranks))
         self._open = {at for at, items in enumerate(self._on) if items}
         self._steps = 0
+        self.effort = 0  # devices and groups looked at so far: what the searches cost, each about 0.2 µs
 
     def _item(self, group: PlacedGroup) -> _Item:
         request = self._requests[group.model]
@@ -217,6 +218,7 @@ class Bins:
         best: tuple[int, tuple[int, ...]] | None = None
         degree, need = item.group.tensor_parallel, item.need
         open_ = self._open - item.barred() if len(item.replicas) > 1 else self._open
+        self.effort += len(self._devices) + 8
         for members in item.domains:
             fitting = sorted((self._free[at], at) for at in members if at in open_ and self._free[at] >= need)
             if len(fitting) < degree:
@@ -251,6 +253,7 @@ class Bins:
                 choices.append((sum(cheapest[at][0] for at in chosen), tuple(chosen), ejected))
         choices.sort(key=lambda choice: choice[:2])
         self._steps -= len(choices) // 16  # listing them is work too
+        self.effort += 8 * len(choices) + len(self._devices)
         for _, spot, ejected in choices:
             yield spot, sorted(ejected, key=lambda other: (-other.need, other.group.model, other.bins))
 

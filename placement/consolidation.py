@@ -7,6 +7,11 @@
        the place of a larger group that has room elsewhere.
     3. A site with placed groups also starts from these, and of plans with as few devices the one that loads least counts.
     4. Stop at a plan that uses no more devices than the sum of bytes needs, or after the last round; the best one counts.
+    5. As long as that is not one of the first sort: pack its groups anew on one device less, chosen by domain
+       (`device_sets`).
+
+What all of it may cost is bounded by an effort counted in devices looked at, not by a clock, so that equal sites get equal
+plans.
 
 Groups that were placed before may move; the plan's `kept` are those that did not.
 """
@@ -15,39 +20,67 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from zlib import crc32
 
 from placement.bins import Bins
+from placement.device_sets import on_fewer
+from placement.filling import Steps
 from placement.packing import Order, Packer
 from placement.scoring import CONSOLIDATE
 from placement.types import Device, ModelRequest, PlacedGroup, Plan, Snapshot
 
 _SEARCH_STEPS = 4000  # moves tried for one device, about 20 ms
+_EFFORT = 6_000_000  # devices looked at in all rounds
+_FILL_STEPS = 600_000  # sets of groups looked at on one device less
 
 
-def consolidate(snapshot: Snapshot, rounds: int | None = None, steps: int = _SEARCH_STEPS) -> Plan:
-    """Pure and deterministic, as `place`. By default more rounds for small sites, where one device is a large share."""
+def consolidate(snapshot: Snapshot, rounds: int | None = None, steps: int = _SEARCH_STEPS, effort: int = _EFFORT) -> Plan:
+    """Pure and deterministic, as `place`. By default more rounds for small sites, where one device is a large share; no
+    further one once `effort` is spent.
+    """
     if rounds is None:
         rounds = max(8, min(48, 6000 // (len(snapshot.devices) + len(snapshot.models) + 1)))
     before = Counter(snapshot.placed)
-    best: tuple[tuple[int, int, int], tuple[PlacedGroup, ...], Plan] | None = None
+    best: _Packed | None = None
     for round_ in range(-1 if snapshot.placed else 0, rounds):
         start = snapshot if round_ < 0 else replace(snapshot, placed=())
         plan = Packer(start, CONSOLIDATE).plan(_order(max(round_, 0)))
         bins = Bins(snapshot.devices, snapshot.models, plan.groups)
-        while bins.close_one(steps):
+        while bins.effort < effort and bins.close_one(steps):
             pass
-        groups = tuple(sorted(bins.groups(), key=lambda group: (group.model, group.pool, group.ranks)))
-        loads = sum(sum(group.bytes_per_rank) for group in (Counter(groups) - before).elements())
-        score = (len(plan.refusals), devices_used(groups), loads)
-        if best is None or score < best[0]:
-            best = (score, groups, plan)
-        if best[0][:2] <= (0, devices_needed(snapshot.devices, groups)):
+        effort -= bins.effort
+        found = _packed(bins.groups(), plan, before)
+        best = found if best is None or found.score < best.score else best
+        if best.score[:2] <= (0, devices_needed(snapshot.devices, best.groups)) or effort <= 0:
             break
     if best is None:
         raise ValueError("rounds must be 1 or more")
-    return _as_plan(best[1], snapshot.placed, best[2])
+    return _as_plan(_on_fewer(snapshot, best, before).groups, snapshot.placed, best.plan)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    score: tuple[int, int, int]  # models refused, devices used, bytes to load
+    groups: tuple[PlacedGroup, ...]
+    plan: Plan  # that it came from
+
+
+def _packed(groups: Iterable[PlacedGroup], plan: Plan, before: Counter[PlacedGroup]) -> _Packed:
+    ordered = tuple(sorted(groups, key=lambda group: (group.model, group.pool, group.ranks)))
+    loads = sum(sum(group.bytes_per_rank) for group in (Counter(ordered) - before).elements())
+    return _Packed((len(plan.refusals), devices_used(ordered), loads), ordered, plan)
+
+
+def _on_fewer(snapshot: Snapshot, best: _Packed, before: Counter[PlacedGroup]) -> _Packed:
+    steps = Steps(_FILL_STEPS)
+    needed = devices_needed(snapshot.devices, best.groups)
+    while best.score[1] > needed:
+        groups = on_fewer(snapshot, best.groups, best.score[1] - 1, steps)
+        if groups is None:
+            break
+        best = _packed(groups, best.plan, before)
+    return best
 
 
 def devices_needed(devices: Iterable[Device], groups: Iterable[PlacedGroup]) -> int:

@@ -145,7 +145,8 @@ def _move_on(
     left = tuple((Counter(snapshot.placed) - Counter(evicted)).elements())
     models = (*(model for model in snapshot.models if model.name != request.name), request)
     bins = Bins(snapshot.devices, models, (*left, island), fixed=stay)
-    if not bins.admit(evicted, _DEEP_STEPS):
+    largest_first = sorted(evicted, key=lambda group: (-sum(group.bytes_per_rank), group.model))
+    if not bins.admit(largest_first, _DEEP_STEPS):
         return None
     return _moves(snapshot, bins.groups(), island)
 

@@ -5,22 +5,26 @@
     python ops/bench/placement.py scale
 
 The first two need `pip install ortools`; `--limit` is the solver's time for one instance, `--seconds` the time after which no
-further instance is begun. Everything is seeded. Prints a table against the targets and writes the figures as JSON (`--output`,
-by default ops/bench/results/placement-DATE.json, whose other parts stay); exits 1 when a target is missed.
+further instance is begun; `quality` goes on where it ended. Everything is seeded. Prints a table against the targets and
+writes the figures as JSON (`--output`, by default ops/bench/results/placement-DATE.json, whose other parts stay); exits 1 when
+a target is missed.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import os
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
+
+import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
@@ -49,56 +53,91 @@ def seeds(arguments: argparse.Namespace) -> Iterator[int]:
         yield seed
 
 
-def quality(arguments: argparse.Namespace) -> Figures:
-    from ops.bench.placement_exact import fewest_devices
+@dataclass(frozen=True)
+class Instance:
+    """One row of the file beside the figures. `least`: the optimum where it is `solved`, else the best bound; 0 where models
+    were refused, so that there is nothing to compare.
+    """
 
-    ratios: list[float] = []
-    bounded: list[float] = []
-    instances = infeasible = replicated = 0
-    slowest_s = 0.0
-    limit_s = arguments.limit
+    seed: int
+    devices: int
+    groups: int
+    replicas: bool
+    used: int
+    least: int
+    solved: bool
+    plan_cpu_s: float
+
+
+def quality(arguments: argparse.Namespace) -> Figures:
+    """Instances that the rows' file has already are not done again, so that a long run can be made in parts."""
+    rows_file = arguments.output.with_name(arguments.output.stem + "-quality.csv")
+    done = {row.seed: row for row in _read_rows(rows_file)}
     for seed in seeds(arguments):
-        instances += 1
-        site = random_site(seed)
-        replicated += any(model.replicas > 1 for model in site.models)
-        started = time.process_time()
-        plan = consolidate(site)
-        slowest_s = max(slowest_s, time.process_time() - started)
-        if not plan.groups or plan.refusals:
-            infeasible += 1  # more models than fit: nothing to compare
-            continue
-        used = devices_used(plan.groups)
-        needed = devices_needed(site.devices, plan.groups)
-        if used == needed:
-            ratios.append(1.0)
-            continue
-        exact = fewest_devices(site.devices, plan.groups, limit_s)
-        least = max(exact.value, needed)
-        (ratios if exact.solved else bounded).append(used / least)
-        if used > least:
-            print(f"  seed {seed}: {used} devices, {'optimum' if exact.solved else 'bound'} {least}", flush=True)
+        if seed not in done:
+            done[seed] = _instance(seed, arguments.limit)
+    rows = [done[seed] for seed in sorted(done)]
+    _write_rows(rows_file, rows)
+    compared = [row for row in rows if row.least]
+    ratios = [row.used / row.least for row in compared if row.solved]
+    bounded = [row.used / row.least for row in compared if not row.solved]
     mean, worst = sum(ratios) / max(len(ratios), 1), max(ratios, default=0.0)
-    print(f"instances {instances}, {replicated} of them with replicas: ", end="")
-    print(f"{len(ratios)} solved, {len(bounded)} bounded in {limit_s} s, {infeasible} with refusals")
+    replicated, slowest_s = sum(row.replicas for row in rows), max(row.plan_cpu_s for row in rows)
+    print(f"instances {len(rows)}, {replicated} of them with replicas: {len(ratios)} solved, {len(bounded)} bounded in ", end="")
+    print(f"{arguments.limit} s, {len(rows) - len(compared)} with refusals")
     print(f"devices used / optimum   mean {mean:.4f} (target ≤ {MEAN_RATIO})   worst {worst:.3f} (target ≤ {WORST_RATIO})")
     if bounded:
         print(f"devices used / bound     mean {sum(bounded) / len(bounded):.4f}   worst {max(bounded):.3f}")
     print(f"slowest plan {slowest_s:.2f} s of CPU")
     return {
         "good": bool(ratios) and mean <= MEAN_RATIO and worst <= WORST_RATIO,
-        "first_seed": arguments.first,
-        "instances": instances,
+        "rows": rows_file.name,
+        "instances": len(rows),
         "with_replicas": replicated,
         "solved": len(ratios),
         "bounded": len(bounded),
-        "with_refusals": infeasible,
-        "solver_limit_s": limit_s,
+        "with_refusals": len(rows) - len(compared),
+        "solver_limit_s": arguments.limit,
         "used_to_optimum_mean": round(mean, 4),
         "used_to_optimum_worst": round(worst, 3),
         "used_to_bound_mean": round(sum(bounded) / len(bounded), 4) if bounded else None,
         "used_to_bound_worst": round(max(bounded), 3) if bounded else None,
         "slowest_plan_cpu_s": round(slowest_s, 2),
     }
+
+
+def _instance(seed: int, limit_s: float) -> Instance:
+    from ops.bench.placement_exact import fewest_devices
+
+    site = random_site(seed)
+    started = time.process_time()
+    plan = consolidate(site)
+    plan_s = round(time.process_time() - started, 3)
+    used, least, solved = devices_used(plan.groups), 0, False
+    if plan.groups and not plan.refusals:  # else more models than fit
+        least, solved = devices_needed(site.devices, plan.groups), True
+        if used > least:
+            exact = fewest_devices(site.devices, plan.groups, limit_s)
+            least, solved = max(exact.value, least), exact.solved
+        if used > least:
+            print(f"  seed {seed}: {used} devices, {'optimum' if solved else 'bound'} {least}", flush=True)
+    replicas = any(model.replicas > 1 for model in site.models)
+    return Instance(seed, len(site.devices), len(plan.groups), replicas, used, least, solved, plan_s)
+
+
+def _read_rows(file: Path) -> list[Instance]:
+    if not file.exists():
+        return []
+    with file.open() as lines:
+        return msgspec.convert(list(csv.DictReader(lines)), list[Instance], strict=False)
+
+
+def _write_rows(file: Path, rows: list[Instance]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w", newline="") as lines:
+        writer = csv.writer(lines, lineterminator="\n")
+        writer.writerow(field.name for field in fields(Instance))
+        writer.writerows([int(value) if isinstance(value, bool) else value for value in astuple(row)] for row in rows)
 
 
 def scale(arguments: argparse.Namespace) -> Figures:
