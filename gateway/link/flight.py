@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.api.proto.pool_pb2 import End, Hold, Tokens
@@ -20,19 +21,37 @@ Event = tuple[int, Tokens | End | Hold | Lost]
 
 
 class Flight:
-    """Written by the link, read by the one task that serves the request. All of a frame is one wakeup."""
+    """Written by the link, read by the one task that serves the request. All of a frame is one wakeup.
 
-    __slots__ = ("_inbox", "_waiter", "began")
+    `on_computed(failed)` is called once nothing more will come of its sequences, whether or not what came was read.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("_failed", "_inbox", "_on_computed", "_open", "_waiter", "began")
+
+    def __init__(self, sequences: int = 1, on_computed: Callable[[bool], None] = lambda failed: None) -> None:
         self.began = False  # a token has come
+        self._open = sequences
+        self._failed = False
+        self._on_computed = on_computed
         self._inbox: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, index: int, event: Tokens | End | Hold | Lost) -> None:
         self._inbox.append((index, event))
-        self.began = self.began or isinstance(event, Tokens)
+        if isinstance(event, Tokens):
+            self.began = True
+        elif isinstance(event, End | Lost):
+            self._end(event)
         self.wake()
+
+    def _end(self, event: End | Lost) -> None:
+        if self._open == 0:
+            return
+        lost = isinstance(event, Lost)
+        self._failed = self._failed or lost or event.finish_reason == "error" or bool(event.error_code)
+        self._open = 0 if lost else self._open - 1
+        if self._open == 0:
+            self._on_computed(self._failed)
 
     def wake(self) -> None:
         """Lets `receive` return, with nothing if nothing came."""

@@ -210,7 +210,7 @@ class Generation:
                 raise self._deadline_error()
         for submit in self._submits:
             submit.timeout_ms = timeout_ms
-        self._flight = Flight()
+        self._flight = Flight(len(self._submits), self._computed)
         self._link = link
         self._ids = link.submit(self._flight, self._submits)
 
@@ -328,6 +328,12 @@ class Generation:
 
     # ---------------------------------------------------------------- ending
 
+    def _computed(self, failed: bool) -> None:
+        """The pool is done with it, so others may have its place, however long the client takes to read. One that failed
+        before its first token keeps it for the second try."""
+        if self._ticket is not None and (self._flight.began or not failed):
+            self._ticket.leave(answered=not failed)
+
     def close(self) -> None:
         if self._closed:
             return
@@ -359,7 +365,10 @@ class Generation:
 
     def _expire(self) -> None:
         self._expired = True
-        self._drop_sequences()  # at once, though the one who serves the request may be waiting for a slow client
+        # At once, though the one who serves the request may be waiting for a slow client.
+        self._drop_sequences()
+        if self._ticket is not None:
+            self._ticket.leave()
         self._flight.wake()
 
     def _check_running(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import msgspec
 from starlette.types import Send
 
 from gateway.api.errors import ErrorCode, YardError
+from gateway.servers import slow_reader
 from gateway.servers.generation import Generation
 from gateway.servers.generation_path import GenerationPath
 from gateway.servers.openai_format import error_body
@@ -27,7 +29,7 @@ class Reply:
     def __init__(self, send: Send, request_id: str, path: GenerationPath) -> None:
         self._send = send
         self._path = path
-        self._streaming = False
+        self._begun = False
         self._headers = [(b"x-request-id", request_id.encode("latin-1", "replace"))]
 
     def answered_by(self, generation: Generation) -> None:
@@ -42,26 +44,34 @@ class Reply:
     async def json(self, body: dict[str, Any], status: int = 200) -> None:
         raw = msgspec.json.encode(body)
         await self._start(status, [_JSON, (b"content-length", str(len(raw)).encode())])
-        await self._send({"type": "http.response.body", "body": raw})
+        await self._write(raw, more=False)
 
     async def begin_stream(self) -> None:
-        self._streaming = True
         await self._start(200, _SSE)
 
     async def events(self, raw: bytes, *, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": raw, "more_body": more})
+        await self._write(raw, more=more)
 
     async def error(self, error: YardError) -> None:
         """As a status, or inside a stream that has begun as an event, which OpenAI's clients raise. [DONE] does not follow it."""
-        if error.code is ErrorCode.CANCELLED and self._streaming:
+        if error.code is ErrorCode.CANCELLED and self._begun:
             return
-        if self._streaming:
+        if self._begun:
             await self.events(event(error_body(error)), more=False)
             return
         self._headers += retry_after(error)
         await self.json(error_body(error), error.http_status)
 
+    async def _write(self, raw: bytes, *, more: bool) -> None:
+        """YardError(CANCELLED) when the client does not read; the connection is closed then."""
+        try:
+            async with asyncio.timeout(slow_reader.WRITE_S):
+                await self._send({"type": "http.response.body", "body": raw, "more_body": more})
+        except TimeoutError as error:
+            raise slow_reader.gave_up() from error
+
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._begun = True
         if self._path.view.degraded:
             self._headers.append((b"x-modelyard-degraded", b"true"))
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self._headers]})

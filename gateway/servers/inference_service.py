@@ -34,6 +34,7 @@ from gateway.api.proto.inference_pb2 import TokenLogprob as TokenLogprobMessage
 from gateway.api.proto.inference_pb2_grpc import InferenceServicer
 from gateway.api.proto.pool_pb2 import Hold
 from gateway.routing import route_table
+from gateway.servers import slow_reader
 from gateway.servers.choice_stream import ChoiceDelta, TokenLogprob
 from gateway.servers.generation import Generation
 from gateway.servers.generation_path import GenerationPath
@@ -116,7 +117,7 @@ class InferenceService(InferenceServicer):
                     chunk.choices.extend([_choice(delta, generation.request) for delta in news])
                     if generation.done:
                         chunk.usage.CopyFrom(_usage(generation))
-                await context.write(chunk)
+                await call.write(chunk)
                 news = await generation.receive()
         except YardError as error:
             await call.abort(error)
@@ -204,6 +205,16 @@ class _Call:
         await self._context.send_initial_metadata(tuple(metadata))
         self._error = None
         return news
+
+    async def write(self, chunk: GenerateChunk) -> None:
+        """Ends the call when the client does not read. Cancelled, because a status would wait behind what is not read."""
+        try:
+            async with asyncio.timeout(slow_reader.WRITE_S):
+                await self._context.write(chunk)
+        except TimeoutError as error:
+            self._error = slow_reader.gave_up()
+            log.warning("request %s: %s", self.generation.request.request_id, self._error.message)
+            raise asyncio.CancelledError(self._error.message) from error
 
     async def abort(self, error: YardError) -> NoReturn:
         self._error = error

@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from gateway.api.errors import ErrorCode, YardError
+from gateway.servers import slow_reader
 
 _ALL_ADDRESSES = {"0.0.0.0", "::"}
 
@@ -76,6 +77,8 @@ def shared_socket(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Connections inherit it: what a client has not taken for so long is dropped, also after we closed our end.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(slow_reader.WRITE_S * 1000))
         listener.bind((host, port))
         listener.listen(1024)
         listener.setblocking(False)
