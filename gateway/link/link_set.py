@@ -7,7 +7,10 @@ import logging
 from collections.abc import Callable, Mapping
 
 from gateway.api.records import PoolRecord
+from gateway.api.tasks import cancelled
 from gateway.link.pool_link import PoolLink
+
+LOOK_S = 0.5
 
 log = logging.getLogger(__name__)
 
@@ -18,6 +21,8 @@ class LinkSet:
     - A new record: a link to it.
     - A record with another incarnation or endpoint: a new link; the old one is retired.
     - A record gone: its link is retired. What is in flight on a stream that still works is allowed to finish.
+    - Twice a second it looks for pools that are stuck and for retired links that have gone silent: what is in flight there ends,
+      whether or not anybody asks for these pools again.
     """
 
     def __init__(self, *, gateway: str, secret: str) -> None:
@@ -26,6 +31,7 @@ class LinkSet:
         self._links: dict[str, PoolLink] = {}
         self._retired: list[PoolLink] = []
         self._changed: asyncio.Future[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._held_at: dict[str, float] = {}  # model -> when a pool last held it
         self.on_load: Callable[[str], None] = lambda model: None  # a pool told its load of a model
 
@@ -47,6 +53,8 @@ class LinkSet:
                 )
             else:
                 link.update(record)
+        if self._watch is None and self._links:
+            self._watch = asyncio.create_task(self._look(), name="links-watch")
         now = asyncio.get_running_loop().time()
         self._held_at |= {model: now for link in self._links.values() for model in link.held_models}
         self._retired = [link for link in self._retired if not link.closed]
@@ -61,10 +69,13 @@ class LinkSet:
         """Of these, the ones that can be asked now: connected, and not stuck."""
         return [link for link in self.holding(model) if link.up and not link.is_stuck]
 
-    def look(self) -> None:
-        """Lets go of what waits for links that are stuck; called now and then."""
-        for link in self._links.values():
-            _ = link.is_stuck
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for link in [*self._links.values(), *self._retired]:
+                if link.in_flight and link.is_silent:
+                    link.abandon()
+                _ = link.is_stuck  # lets go of what is in flight
 
     def held_lately(self, model: str, within_s: float) -> bool:
         """Whether a pool held it so short a time ago that its driver may only be restarting."""
@@ -81,6 +92,7 @@ class LinkSet:
         await asyncio.wait([self._changed], timeout=timeout_s)
 
     async def close(self) -> None:
+        await cancelled([self._watch])
         links = [*self._links.values(), *self._retired]
         self._links, self._retired = {}, []
         await asyncio.gather(*(link.close("the gateway stops") for link in links))

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 STUCK_S = 20.0
 """Requests in flight, not all of them held, and nothing computed for so long: the replica is stuck. One step on a loaded CPU may
 take seconds."""
+SILENT_S = 8.0
+"""Nothing came from a driver whose heartbeat expired, and which says so much as a step each tick: it is dead. More than
+HEARTBEAT_TTL_S, so that one late heartbeat ends nothing."""
 PROBE_S = 5.0
 FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0
@@ -41,6 +44,7 @@ class PoolLink:
       the stream breaks.
     - Health is forward progress (rule 11): see `is_stuck`. A link that was stuck is asked for one token each PROBE_S, and is in
       the rotation again when anything at all is computed.
+    - A retired link on whose stream nothing comes is one to a dead process: see `is_silent`.
     - Submits and cancels that come up while a frame is being written leave together in the next one.
 
     All methods belong to the loop that made it.
@@ -70,6 +74,8 @@ class PoolLink:
         self._flights: dict[int, tuple[Flight, int]] = {}
         self._held: set[int] = set()  # of the flights, those whose model is being brought in
         self._progress_s = 0.0
+        self._steps = 0  # that the pool has done, as its last frame said
+        self._heard_s = asyncio.get_running_loop().time()  # when the last frame came
         self._stuck = False
         self._probe: asyncio.Task[None] | None = None
         self._next_id = 1
@@ -106,26 +112,38 @@ class PoolLink:
 
     @property
     def is_stuck(self) -> bool:
-        """Out of the rotation: there are requests in flight that should compute, and nothing has come for STUCK_S; from then
-        on until something was computed."""
+        """Out of the rotation: there are requests in flight that should compute, and the pool has ended no step for STUCK_S,
+        for whomever; from then on until something was computed."""
         if not self._stuck and len(self._flights) > len(self._held):
             silent_s = asyncio.get_running_loop().time() - self._progress_s
             if silent_s > STUCK_S:
                 self._stuck = True
                 self.reason = f"no step for {silent_s:.0f} s with {len(self._flights)} requests in flight"
                 log.warning("pool %s leaves the rotation: %s", self.pool, self.reason)
-                self._let_go_of_unbegun()
+                self._let_go_of_flights()
                 self._probe = asyncio.create_task(self._ask_for_progress(), name=f"link-{self.pool}-probe")
                 self._on_change()
         return self._stuck
 
-    def _let_go_of_unbegun(self) -> None:
-        """Requests of which nothing was heard yet may be answered elsewhere (rule 9)."""
+    def _let_go_of_flights(self) -> None:
+        """Requests of which nothing was heard yet may be answered elsewhere, the others end (rule 9); none waits for a pool that
+        may never go on. Those whose model is being brought in stay."""
         held = {self._flights[sequence][0] for sequence in self._held if sequence in self._flights}
-        unbegun = {flight for flight, _ in self._flights.values() if not flight.began} - held
-        self.cancel([sequence for sequence, (flight, _) in self._flights.items() if flight in unbegun])
-        for flight in unbegun:
+        lost = {flight for flight, _ in self._flights.values()} - held
+        self.cancel([sequence for sequence, (flight, _) in self._flights.items() if flight in lost])
+        for flight in lost:
             flight.push(-1, Lost(f"pool `{self.pool}`: {self.reason}"))
+
+    @property
+    def is_silent(self) -> bool:
+        """Its driver's heartbeat has expired, and nothing has come over the stream for SILENT_S either: the process is frozen, or
+        its node is gone, and the connection does not say so yet."""
+        return self.retired and asyncio.get_running_loop().time() - self._heard_s > SILENT_S
+
+    def abandon(self) -> None:
+        """Ends the stream without waiting for the other side; what is in flight is lost."""
+        self._lose(f"{self.reason}, and nothing was heard for {asyncio.get_running_loop().time() - self._heard_s:.0f} s")
+        self._task.cancel()
 
     @property
     def in_flight(self) -> int:
@@ -232,9 +250,11 @@ class PoolLink:
     async def _read(self, call: LinkCall) -> None:
         flights = self._flights
         async for frame in call:
-            # Ends of what was cancelled or refused say nothing of computing.
-            if frame.tokens or any(end.finish_reason in ("stop", "length") for end in frame.ends):
+            self._heard_s = asyncio.get_running_loop().time()
+            # Also steps that gave no token yet, as those of a long prompt. Ends of what was cancelled say nothing of computing.
+            if frame.tokens or frame.step > self._steps or any(end.finish_reason in ("stop", "length") for end in frame.ends):
                 self._progress()
+            self._steps = frame.step
             for tokens in frame.tokens:
                 if self._held:
                     self._held.discard(tokens.id)

@@ -144,7 +144,6 @@ class Gateway:
                 if known:
                     log.warning("heartbeat is not heard: %s", error)
                 known = False
-            self._links.look()
             await asyncio.sleep(HEARTBEAT_S)
 
     async def _forget(self) -> None:

@@ -23,6 +23,7 @@ class Outbox:
         self._closed = False
         self._ready = asyncio.Event()
         self._loads: tuple[tuple[str, int, int, int], ...] = ()
+        self._step = -1
 
     def token(self, request: int, token: SampledToken, *, logprobs: bool) -> None:
         tokens = self._tokens.get(request)
@@ -55,13 +56,14 @@ class Outbox:
         self._frame.holds.add(id=request, reason=reason, estimated_wait_ms=int(wait_s * 1000))
         self._dirty = True
 
-    def flush(self, step: int, loads: tuple[tuple[str, int, int, int], ...], *, loads_alone: bool = False) -> None:
-        """Let the frame go, with the loads (model, outstanding tokens, running, waiting).
+    def flush(self, step: int, loads: tuple[tuple[str, int, int, int], ...], *, alone: bool = False) -> None:
+        """Let the frame go, with the number of steps done and the loads (model, outstanding tokens, running, waiting).
 
-        `loads_alone`: also when changed loads are all that is new.
+        `alone`: also when these are all that is new: a gateway must see that a long prompt goes on (rule 11).
         """
-        if not self._dirty and not (loads_alone and loads != self._loads):
+        if not self._dirty and not (alone and (step, loads) != (self._step, self._loads)):
             return
+        self._step = step
         self._frame.step = step
         del self._frame.loads[:]
         for model, outstanding, running, waiting in loads:

@@ -124,7 +124,7 @@ class PoolLoop:
         link = self._next_link
         self._next_link += 1
         outbox = self._outboxes[link] = Outbox(gateway)
-        outbox.flush(0, loads(self.core.state), loads_alone=True)
+        outbox.flush(self.core.state.steps_done, loads(self.core.state), alone=True)
         return link, outbox
 
     def close_link(self, link: int) -> None:
@@ -247,7 +247,7 @@ class PoolLoop:
         while True:
             await asyncio.sleep(TICK_S)
             self._tell(self.core.on_tick)
-            self._flush(loads_alone=True)
+            self._flush(alone=True)
 
     def _tell(self, event: Callable[..., None], *what: object) -> None:
         """Give the core one event, let the frames go. YardError is a refusal; anything else is a defect and makes unhealthy."""
@@ -260,14 +260,14 @@ class PoolLoop:
             raise
         self._flush()
 
-    def _flush(self, *, loads_alone: bool = False) -> None:
+    def _flush(self, *, alone: bool = False) -> None:
         if self.core.state.closing and not self.core.state.sequences:
             self._drained.set()
         if not self._outboxes:
             return
         current = loads(self.core.state)
         for outbox in self._outboxes.values():
-            outbox.flush(self.core.state.next_step, current, loads_alone=loads_alone)
+            outbox.flush(self.core.state.steps_done, current, alone=alone)
 
     def _own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

@@ -42,6 +42,7 @@ class PoolState:
     next_arrival: int = 1
     turn: int = 0  # round robin among groups
     last_step_at: float = 0.0
+    steps_done: int = 0
     message: str = ""
     closing: bool = False  # the driver stops: what runs is finished, nothing new is taken
 

@@ -40,6 +40,7 @@ class Stepper:
         if group is None or step is None or group.batcher is None:
             return  # of a group that was lost meanwhile
         began = max(step.sent_at, group.progress_at) if group.batcher.ahead else step.sent_at
+        self._state.steps_done += 1
         self._state.last_step_at = group.progress_at = now
         if done.error:
             self._effects.event("step_failed", group.model, f"group {group.id}: {done.error}")

@@ -132,6 +132,11 @@ class ScriptedPool(PoolLinkServicer):
         for link in self._links:
             link.send(DownFrame(loads=[ModelLoad(model=model, outstanding_tokens=outstanding_tokens)]))
 
+    def report_step(self, step: int) -> None:
+        """A step was done in which no request of this gateway got a token."""
+        for link in self._links:
+            link.send(DownFrame(step=step))
+
     async def Link(self, requests: AsyncIterator[UpFrame], context: grpc.aio.ServicerContext) -> None:
         if dict(context.invocation_metadata()).get(SECRET_METADATA_KEY) != SECRET:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong secret")
@@ -166,3 +171,16 @@ class ScriptedPool(PoolLinkServicer):
                 sequence = link.sequences[cancelled]
                 sequence.cancelled.set()
                 sequence.end("cancelled", cached_tokens=sequence.cached_tokens)
+
+
+async def _serve() -> None:
+    """As a process of its own: prints its port, and answers each request with one token and no end."""
+    pool = ScriptedPool()
+    pool.script = lambda sequence: sequence.tokens([5])
+    await pool.start()
+    print(pool.port, flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(_serve())

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+import sys
 from pathlib import Path
 
+import grpc
 import pytest
 from lone_gateway import LoneGateway, ids_of, until
 from scripted_pool import ScriptedPool, SubmittedSequence
@@ -75,6 +78,94 @@ async def test_an_idle_replica_is_not_stuck(hasty: None, lone: LoneGateway, pool
     assert in_rotation(lone) == {"a", "b"}
     sequence.end("length", tokens=[5])
     await answer
+
+
+async def test_rule_11_a_long_prompt_that_goes_on_is_progress(
+    hasty: None, lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool
+) -> None:
+    """rule 11: steps count, also those that gave no token yet; nothing is computed twice for it."""
+    answer, sequence = await stuck_request(lone, pool, other)
+    for step in range(1, 13):
+        pool.report_step(step)
+        await asyncio.sleep(0.05)
+        assert in_rotation(lone) == {"a", "b"}
+    assert other.idle()
+    sequence.end("length", tokens=[5])
+    await answer
+
+
+async def test_rule_11_what_had_begun_on_a_stuck_replica_ends(
+    hasty: None, lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool
+) -> None:
+    """rule 9 and 11: UNAVAILABLE, not tried again, and not left to the client's deadline."""
+    answer, sequence = await stuck_request(lone, pool, other)
+    sequence.tokens([5])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await answer
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert other.idle()
+    assert in_rotation(lone) == {"b"}
+
+
+async def test_a_driver_that_falls_silent_after_its_heartbeat_expired(
+    lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool, byte_level: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rule 11: its connection is still open, and nobody asks for it any more. What began ends; what has not goes elsewhere."""
+    monkeypatch.setattr(pool_link, "SILENT_S", 0.3)
+    other.script = lambda submitted: submitted.end("length", tokens=ids_of(byte_level, "yes"))
+    waiting, _ = await stuck_request(lone, pool, other)
+    begun, sequence = await stuck_request(lone, pool, other)
+    sequence.tokens([5])
+    link = lone.links._links["a"]
+    lone.forget(pool)
+    assert (await waiting).choices[0].text == "yes"
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await begun
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert "heartbeat" in (caught.value.details() or "")
+    assert link.in_flight == 0
+    await asyncio.wait([link._task], timeout=5)
+    assert link.closed
+
+
+async def test_a_driver_that_only_redis_lost_goes_on(
+    lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rule 12: without its heartbeats it takes nothing new, and what it computes is finished."""
+    monkeypatch.setattr(pool_link, "SILENT_S", 0.6)
+    answer, sequence = await stuck_request(lone, pool, other)
+    lone.forget(pool)
+    for step in range(1, 11):
+        pool.report_step(step)
+        await asyncio.sleep(0.15)
+    sequence.end("length", tokens=[5])
+    await answer
+
+
+async def test_a_frozen_process_holds_no_request(lone: LoneGateway, monkeypatch: pytest.MonkeyPatch, byte_level: Path) -> None:
+    """The same with a real process that is stopped: ending the link needs nothing from the other side."""
+    monkeypatch.setattr(pool_link, "SILENT_S", 0.3)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(Path(__file__).with_name("scripted_pool.py")), stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    try:
+        lone.texts["cold"] = byte_level
+        lone.put_model("cold")
+        frozen = ScriptedPool("frozen", ["cold"])
+        frozen.port = int(await process.stdout.readline())
+        lone.observe(frozen)
+        await lone.wait_up("frozen")
+        call = lone.inference.GenerateStream(pb.GenerateRequest(model="cold", prompt="x", max_tokens=9), timeout=60)
+        await call.read()
+        process.send_signal(signal.SIGSTOP)
+        lone.forget(frozen)
+        async with asyncio.timeout(5):
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+        assert lone.links.in_flight == 0
+    finally:
+        process.kill()
+        await process.wait()
 
 
 async def test_a_lost_link_ends_its_probes(hasty: None, lone: LoneGateway, pool: ScriptedPool, other: ScriptedPool) -> None:
