@@ -5,14 +5,15 @@ One connection a rank (Unix socket, or TCP between nodes). Frames are a 4-byte b
 commands in the same order and executes them in that order, which is what keeps the collectives of different groups from
 interleaving differently on different devices. A rank that a group does not use skips that group's commands.
 
-Loading is the exception: it runs beside the steps (rule 7) and reports when it is done.
+Loading, the copy of a park and the copy of a wake are the exception: they run beside the steps (rule 7) and report when they
+are done. What takes memory away or puts it back is done in order.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -94,6 +95,26 @@ class GrowKv(msgspec.Struct, frozen=True, tag="grow_kv"):
     blocks: int
 
 
+class ParkShard(msgspec.Struct, frozen=True, tag="park"):
+    """Copy the weights to where they stand by, beside the steps; then, in order, give weights, KV and workspace back.
+
+    Sent while the group has no step in flight and no sequence (rule 5). An error leaves everything in place.
+    """
+
+    op: int
+    group_id: int
+    # Sequences that ended since the last step.
+    released: tuple[int, ...] = ()
+
+
+class WakeShard(msgspec.Struct, frozen=True, tag="wake"):
+    """Take memory, in order, and copy the weights back to the same addresses, beside the steps. An error leaves it parked."""
+
+    op: int
+    group_id: int
+    kv_blocks: int  # mapped from then on
+
+
 class Step(msgspec.Struct, frozen=True, tag="step"):
     """Compute one step of one worker group. The last stage's first shard answers with StepDone; all others only on failure."""
 
@@ -116,7 +137,7 @@ class Exit(msgspec.Struct, frozen=True, tag="exit"):
     """Free everything and end the process."""
 
 
-Command = Hello | LoadShard | UnloadShard | GrowKv | Step | Inventory | Ping | Exit
+Command = Hello | LoadShard | UnloadShard | GrowKv | ParkShard | WakeShard | Step | Inventory | Ping | Exit
 
 # ------------------------------------------------------------------ rank to driver
 
@@ -139,6 +160,13 @@ class HeldShard(msgspec.Struct, frozen=True):
     context: int
     # Bytes read from disk for this shard since the process began.
     disk_bytes: int = 0
+    # Its engine can park it and bring it back; what cannot stays in memory as if it were pinned.
+    parkable: bool = False
+    # Its weights stand by outside the pool's memory; `bytes` is what it still holds of that memory.
+    parked: bool = False
+    standby_bytes: int = 0
+    # By kind: what a wake takes beside KV. Empty while it is not parked.
+    wake_bytes: dict[str, int] = {}
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):

@@ -48,6 +48,32 @@ class EnqueuingShard(Shard, Protocol):
         ...
 
 
+class Waking(Protocol):
+    """Weights on their way back."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Return once all of it has arrived. Raises what made it fail, or TimeoutError."""
+        ...
+
+
+@runtime_checkable
+class ParkableShard(Shard, Protocol):
+    """A shard whose weights can stand by outside the pool's memory, and come back to the same addresses."""
+
+    def save(self) -> None:
+        """Have, or begin, the copy that `park` needs, on any thread and beside steps: weights do not change. MemoryError when
+        there is no place for it; nothing is left behind then."""
+        ...
+
+    def park(self) -> None:
+        """Give weights, KV and workspace back, in order with the steps. ValueError while sequences are known (rule 5)."""
+        ...
+
+    def wake(self, blocks: int) -> Waking:
+        """Take memory, with KV blocks 0..blocks-1, and begin the copy back. MemoryError changes nothing."""
+        ...
+
+
 class Engine(Protocol):
     def load(self, command: LoadShard, rank: int, arena: Arena, comm: GroupComm, progress: ProgressFn) -> Shard:
         """Bring a shard into memory, beside the steps of others. Any exception leaves nothing behind in the arena.

@@ -59,6 +59,15 @@ class Ledger:
     def lines(self, rank: int) -> tuple[tuple[Hashable, str, int], ...]:
         return tuple((owner, kind, size) for (owner, kind), size in self._lines[rank].items())
 
+    def of_owner(self, owner: Hashable) -> dict[int, int]:
+        """Bytes by rank of all lines of an owner, ranks without any left out."""
+        sums: dict[int, int] = {}
+        for rank, lines in enumerate(self._lines):
+            for (holder, _), size in lines.items():
+                if holder == owner:
+                    sums[rank] = sums.get(rank, 0) + size
+        return sums
+
     def owners(self) -> set[Hashable]:
         return {owner for lines in self._lines for owner, _ in lines}
 

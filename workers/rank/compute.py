@@ -2,8 +2,9 @@
 
 Everything that touches a device or a communicator runs on the compute thread, in the order in which the commands arrived.
 Loading only *begins* there (the communicator is made in order, as every member must) and *ends* there (the finished shard
-is installed in order); between the two it has a thread of its own (rule 7). Shards on a GPU enqueue their steps; a second thread
-waits for what comes of them and reports it, in the same order.
+is installed in order); between the two it has a thread of its own (rule 7). So do the copies of a park and of a wake; pages are
+taken away and put back here, in order. Shards on a GPU enqueue their steps; a second thread waits for what comes of them and
+reports it, in the same order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Protocol
 
 from gateway.api.config import ModelSpec
 from workers.comm.base import GroupComm
-from workers.engines.base import Engine, EnqueuingShard, PendingStep, Shard
+from workers.engines.base import Engine, EnqueuingShard, ParkableShard, PendingStep, Shard, Waking
 from workers.memory.arena import Arena
 from workers.messages import (
     Done,
@@ -25,12 +26,14 @@ from workers.messages import (
     HeldShard,
     Inventory,
     LoadShard,
+    ParkShard,
     Ping,
     Progress,
     Report,
     Step,
     StepDone,
     UnloadShard,
+    WakeShard,
 )
 
 log = logging.getLogger(__name__)
@@ -42,6 +45,10 @@ class GroupCommFactory(Protocol):
 
 EngineFactory = Callable[[str], Engine]
 """Engine of a name of ModelSpec.engine."""
+
+Work = LoadShard | UnloadShard | GrowKv | ParkShard | WakeShard | Step | Inventory | Ping
+
+WAKE_TIMEOUT_S = 300.0
 
 
 class ComputeThread:
@@ -73,6 +80,9 @@ class ComputeThread:
         self._engines: dict[str, Engine] = {}
         self._abandoned: set[int] = set()  # groups whose load nobody waits for any more
         self._loading: set[int] = set()
+        self._moving: set[int] = set()  # groups whose weights are being copied out or back
+        self._deferred: dict[int, list[Work]] = {}  # what a new driver wants of those meanwhile
+        self._away: set[int] = set()  # groups that cannot compute: parked, or not back yet
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._results = threading.Thread(target=self._report_results, name="results", daemon=True)
 
@@ -80,12 +90,13 @@ class ComputeThread:
         self._thread.start()
         self._results.start()
 
-    def submit(self, command: LoadShard | UnloadShard | GrowKv | Step | Inventory | Ping) -> None:
+    def submit(self, command: Work) -> None:
         self._queue.put(lambda: self._execute(command))
 
     def abandon_loads(self) -> None:
-        """The driver that asked for the loads under way is gone: their shards are closed as soon as they are there."""
-        self._queue.put(lambda: self._abandoned.update(self._loading))
+        """The driver that asked for what is under way is gone. Shards that load are closed as soon as they are there; one that is
+        being parked stays, one that is being woken parks again: so it is as the next driver was told."""
+        self._queue.put(lambda: self._abandoned.update(self._loading, self._moving))
 
     def stop(self, timeout_s: float) -> bool:
         """Free every shard after the commands before it; False when that did not end in time."""
@@ -112,7 +123,10 @@ class ComputeThread:
                 self._fatal(traceback.format_exc())
                 return
 
-    def _execute(self, command: LoadShard | UnloadShard | GrowKv | Step | Inventory | Ping) -> None:
+    def _execute(self, command: Work) -> None:
+        if isinstance(command, ParkShard | WakeShard | UnloadShard) and command.group_id in self._moving:
+            self._deferred.setdefault(command.group_id, []).append(command)
+            return
         match command:
             case Step():
                 self._step(command)
@@ -120,6 +134,10 @@ class ComputeThread:
                 self._begin_load(command)
             case GrowKv():
                 self._grow(command)
+            case ParkShard():
+                self._begin_park(command)
+            case WakeShard():
+                self._begin_wake(command)
             case UnloadShard():
                 self._unload(command)
             case Inventory():
@@ -131,6 +149,9 @@ class ComputeThread:
         shard = self._shards.get(command.group_id)
         if shard is None:
             self._report(_failed_step(command, f"rank {self._rank} holds no shard of group {command.group_id}"))
+            return
+        if command.group_id in self._away:
+            self._report(_failed_step(command, f"group {command.group_id} is parked on rank {self._rank}"))
             return
         enqueuing = self._enqueuing.get(command.group_id)
         try:
@@ -203,6 +224,84 @@ class ComputeThread:
             return
         self._report(Done(op=command.op, held=shard.held()))
 
+    def _begin_park(self, command: ParkShard) -> None:
+        shard = self._parkable(command)
+        if shard is None:
+            return
+        if command.group_id in self._away:
+            self._report(Done(op=command.op, held=shard.held()))
+            return
+        if command.released:
+            shard.step(Step(step=0, group_id=command.group_id, sequences=(), released=command.released))
+        self._moving.add(command.group_id)
+
+        def save() -> None:
+            error = _attempt(shard.save)
+            self._queue.put(lambda: self._end_park(command, shard, error))
+
+        threading.Thread(target=save, name=f"park-{command.group_id}", daemon=True).start()
+
+    def _end_park(self, command: ParkShard, shard: ParkableShard, error: str) -> None:
+        """In order: here its pages go."""
+        abandoned = self._moved(command.group_id)
+        error = error or ("the driver that asked for this is gone" if abandoned else _attempt(shard.park))
+        if not error:
+            self._away.add(command.group_id)
+        self._report(Done(op=command.op, error=error, held=shard.held()))
+        self._resume(command.group_id)
+
+    def _begin_wake(self, command: WakeShard) -> None:
+        """In order: here its pages come, and are filled beside the steps."""
+        shard = self._parkable(command)
+        if shard is None:
+            return
+        if command.group_id not in self._away:
+            self._report(Done(op=command.op, held=shard.held()))
+            return
+        try:
+            waking = shard.wake(command.kv_blocks)
+        except Exception as error:
+            log.exception("waking group %d failed", command.group_id)
+            self._report(Done(op=command.op, error=_describe(error), held=shard.held()))
+            return
+        self._moving.add(command.group_id)
+
+        def copy(waking: Waking = waking) -> None:
+            error = _attempt(lambda: waking.wait(WAKE_TIMEOUT_S))
+            self._queue.put(lambda: self._end_wake(command, shard, error))
+
+        threading.Thread(target=copy, name=f"wake-{command.group_id}", daemon=True).start()
+
+    def _end_wake(self, command: WakeShard, shard: ParkableShard, error: str) -> None:
+        if self._moved(command.group_id) and not error:
+            error = _attempt(shard.save) or _attempt(shard.park) or "the driver that asked for this is gone"
+        if not error:
+            self._away.discard(command.group_id)
+        self._report(Done(op=command.op, error=error, held=shard.held()))
+        self._resume(command.group_id)
+
+    def _parkable(self, command: ParkShard | WakeShard) -> ParkableShard | None:
+        """None: it was reported why not."""
+        shard = self._shards.get(command.group_id)
+        if shard is None:
+            self._report(Done(op=command.op, error=f"rank {self._rank} holds no shard of group {command.group_id}"))
+            return None
+        if not isinstance(shard, ParkableShard):
+            self._report(Done(op=command.op, error="its engine cannot park", held=shard.held()))
+            return None
+        return shard
+
+    def _moved(self, group_id: int) -> bool:
+        """The copy is over; True when the driver that asked for it is gone."""
+        self._moving.discard(group_id)
+        abandoned = group_id in self._abandoned
+        self._abandoned.discard(group_id)
+        return abandoned
+
+    def _resume(self, group_id: int) -> None:
+        for command in self._deferred.pop(group_id, ()):
+            self._execute(command)
+
     def _unload(self, command: UnloadShard) -> None:
         """Unloading what is not here is no error: the driver unloads all ranks after a load that failed on some."""
         if command.group_id in self._loading:
@@ -213,6 +312,7 @@ class ComputeThread:
 
     def _close(self, group_id: int) -> None:
         shard = self._shards.pop(group_id, None)
+        self._away.discard(group_id)
         self._enqueuing.pop(group_id, None)
         if shard is not None:
             shard.close()
@@ -227,6 +327,16 @@ class ComputeThread:
 
 def _failed_step(command: Step, error: str) -> StepDone:
     return StepDone(step=command.step, group_id=command.group_id, sampled=(), seconds=0.0, error=error)
+
+
+def _attempt(work: Callable[[], None]) -> str:
+    """Empty, or why it failed."""
+    try:
+        work()
+    except Exception as error:
+        log.exception("moving weights failed")
+        return _describe(error)
+    return ""
 
 
 def _describe(error: BaseException) -> str:

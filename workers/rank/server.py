@@ -28,10 +28,12 @@ from workers.messages import (
     HeldShard,
     Hello,
     LoadShard,
+    ParkShard,
     Report,
     Step,
     StepDone,
     UnloadShard,
+    WakeShard,
     Welcome,
     decode_command,
     encode,
@@ -205,11 +207,16 @@ class RankServer:
                 raise ValueError("a second hello")
             case Step():
                 command = self._track(command)
+            case ParkShard():
+                live = self._live.pop(command.group_id, set())
+                stale = self._stale.pop(command.group_id, ())
+                released = tuple({*stale, *live, *command.released})
+                command = msgspec.structs.replace(command, released=released)
             case UnloadShard():
                 self._unloads[command.op] = command.group_id
             case _:
                 pass
-        if isinstance(command, LoadShard | UnloadShard | GrowKv | Step):
+        if isinstance(command, LoadShard | UnloadShard | GrowKv | ParkShard | WakeShard | Step):
             self._received[command.group_id] = self._received.get(command.group_id, 0) + 1
         self._compute.submit(command)
 

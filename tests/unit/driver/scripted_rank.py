@@ -21,6 +21,8 @@ from workers.rank.main import end_process, mpi_comm, run
 
 FAIL, CRASH, SLOW = 901, 902, 903
 KV_BLOCK_BYTES = 4096
+WEIGHT_BYTES = 4 * 2**20
+WAKE_S = 0.5
 
 
 class ScriptedShard:
@@ -28,8 +30,9 @@ class ScriptedShard:
         self._command = command
         self._comm = comm
         self._last = rank == command.ranks[-command.tensor_parallel]
-        self._weights = arena.reserve(f"{command.group_id}:weights", 4 * 2**20)
-        self._weights.commit(4 * 2**20)
+        self._weights = arena.reserve(f"{command.group_id}:weights", WEIGHT_BYTES)
+        self._weights.commit(WEIGHT_BYTES)
+        self._parked, self._copied = False, 0
         self._kv = arena.reserve(f"{command.group_id}:kv", command.kv_ceiling_blocks * KV_BLOCK_BYTES)
         self._blocks = 0
         self._sums: dict[int, int] = {}
@@ -52,6 +55,10 @@ class ScriptedShard:
             digest="scripted",
             precision="bf16",
             context=64,
+            parkable=True,
+            parked=self._parked,
+            standby_bytes=self._copied,
+            wake_bytes={"weights": WEIGHT_BYTES} if self._parked else {},
         )
 
     def step(self, step: Step) -> StepDone | None:
@@ -82,6 +89,27 @@ class ScriptedShard:
     def grow_kv(self, blocks: int) -> None:
         self._kv.commit(blocks * KV_BLOCK_BYTES)
         self._blocks = blocks
+
+    def save(self) -> None:
+        self._copied = WEIGHT_BYTES
+
+    def park(self) -> None:
+        if self._sums:
+            raise ValueError(f"{len(self._sums)} sequences")
+        self._weights.commit(0)
+        self.grow_kv(0)
+        self._parked = True
+
+    def wake(self, blocks: int) -> ScriptedShard:
+        self._weights.commit(WEIGHT_BYTES)
+        self.grow_kv(blocks)
+        return self
+
+    def wait(self, timeout_s: float) -> None:
+        """Of a wake."""
+        del timeout_s
+        time.sleep(WAKE_S)
+        self._parked, self._copied = False, 0
 
     def close(self) -> None:
         self._weights.close()

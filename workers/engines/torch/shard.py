@@ -16,6 +16,7 @@ from workers.engines.torch.memory import TensorRegion
 from workers.engines.torch.sampler import argmax, sample
 from workers.engines.torch.sequences import SequenceTable, StepInputs
 from workers.engines.torch.stage import StageModel
+from workers.engines.torch.standby import CopyBack, HostCopy
 from workers.engines.torch.threads import ComputeThreads
 from workers.messages import HeldShard, LoadShard, SampledToken, Step, StepDone
 
@@ -55,6 +56,9 @@ class TorchShard:
         self._compute = compute
         self._threads = threads
         self._sequences = SequenceTable()
+        self._standby: HostCopy | None = None
+        self._parked = False
+        self._awake_bytes: dict[str, int] = {}  # by kind, beside KV, while it is parked
         self._hidden = stage.base.config.hidden_size
 
     def held(self) -> HeldShard:
@@ -78,6 +82,10 @@ class TorchShard:
             precision=facts.precision,
             context=facts.context,
             disk_bytes=facts.disk_bytes,
+            parkable=True,
+            parked=self._parked,
+            standby_bytes=self._standby.size_bytes if self._standby else 0,
+            wake_bytes=dict(self._awake_bytes),
         )
 
     def step(self, step: Step) -> StepDone | None:
@@ -137,7 +145,51 @@ class TorchShard:
     def grow_kv(self, blocks: int) -> None:
         self._kv.grow(blocks)
 
+    # ------------------------------------------------------------------ residency
+
+    def save(self) -> None:
+        if self._standby is None:
+            self._standby = HostCopy(self._weights)
+
+    def park(self) -> None:
+        if len(self._sequences):
+            raise ValueError(f"model `{self._command.model}` has {len(self._sequences)} sequences and cannot be parked")
+        self.save()
+        self._awake_bytes = {"weights": self._weights.committed_bytes, "workspace": self._workspace.committed_bytes}
+        self._kv.grow(0)
+        self._workspace.region.commit(0)
+        self._weights.region.commit(0)
+        self._parked = True
+
+    def wake(self, blocks: int) -> CopyBack:
+        assert self._standby is not None, "wake without park"
+        try:
+            self._weights.region.commit(self._awake_bytes["weights"])
+            self._workspace.region.commit(self._awake_bytes["workspace"])
+            self._kv.grow(blocks)
+        except MemoryError:
+            self._kv.grow(0)
+            self._workspace.region.commit(0)
+            self._weights.region.commit(0)
+            raise
+        return _Return(self, self._standby, f"wake-{self._command.model}")
+
+    def awake(self) -> None:
+        """All of it is back."""
+        self._parked, self._standby, self._awake_bytes = False, None, {}
+
     def close(self) -> None:
+        self._standby = None
         self._kv.close()
         self._workspace.close()
         self._weights.close()
+
+
+class _Return(CopyBack):
+    def __init__(self, shard: TorchShard, copy: HostCopy, name: str) -> None:
+        self._shard = shard
+        super().__init__(copy, name)
+
+    def wait(self, timeout_s: float) -> None:
+        super().wait(timeout_s)
+        self._shard.awake()
