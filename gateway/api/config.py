@@ -82,6 +82,17 @@ class ModelSpec(Strict):
     pools: tuple[Name, ...] = Field(default=(), description="Pools it may be placed in. Empty: any.")
     priority: int = Field(default=0, ge=-100, le=100)
     residency: Literal["resident", "auto"] = Field(default="auto", description="resident: never parked.")
+    keep_warm_s: float = Field(
+        default=0.0,
+        ge=0,
+        description="After its last request it is not parked for so long to make room, except for higher priority.",
+    )
+    idle_park_s: float | None = Field(
+        default=None, gt=0, description="Without requests for so long it is parked. Absent: only where others need its memory."
+    )
+    idle_unload_s: float | None = Field(
+        default=None, gt=0, description="Without requests for so long it keeps nothing but its place: the next one loads it."
+    )
     limits: LimitsSpec = LimitsSpec()
     kv: KvSpec = KvSpec()
     canary: CanarySpec = CanarySpec()
@@ -95,6 +106,10 @@ class ModelSpec(Strict):
                 raise ValueError(f"{name} must be 1 or more, or auto")
         if self.kv.ceiling is not None and self.kv.ceiling < self.kv.floor:
             raise ValueError("kv.ceiling must not be below kv.floor")
+        if self.residency == "resident" and (self.idle_park_s is not None or self.idle_unload_s is not None):
+            raise ValueError("residency: resident is never parked; leave idle_park_s and idle_unload_s out")
+        if self.idle_park_s is not None and self.idle_unload_s is not None and self.idle_unload_s < self.idle_park_s:
+            raise ValueError("idle_unload_s must not be below idle_park_s")
         return self
 
 

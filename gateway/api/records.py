@@ -10,7 +10,8 @@ from typing import Literal
 import msgspec
 
 ModelState = Literal["waiting", "loading", "checking", "ready", "draining", "parked", "failed"]
-"""waiting: assigned, not begun · checking: the canary runs · draining: finishes its requests, takes no new ones."""
+"""waiting: assigned, not begun · checking: the canary runs · draining: finishes its requests, takes no new ones ·
+parked: a request brings it back."""
 
 
 class RankRecord(msgspec.Struct, frozen=True):
@@ -46,6 +47,19 @@ class GroupRecord(msgspec.Struct, frozen=True):
     waiting: int = 0
     outstanding_tokens: int = 0
     ready_since_unix: float = 0.0
+    # Of a group whose state is parked: parked, cold, or on its way: parking, waking. Else empty.
+    residency: str = ""
+    standby_bytes: int = 0  # of its weights, outside the pool's memory, over all its ranks
+
+
+class SwitchRecord(msgspec.Struct, frozen=True):
+    """What bringing a model in took, by path: remap (KV memory grew), park, wake, load."""
+
+    path: str
+    count: int
+    last_s: float
+    median_s: float
+    longest_s: float
 
 
 class PoolRecord(msgspec.Struct, frozen=True):
@@ -65,6 +79,7 @@ class PoolRecord(msgspec.Struct, frozen=True):
     version: str = ""
     last_step_unix: float = 0.0
     message: str = ""  # why the pool is not serving, when it is not
+    switches: tuple[SwitchRecord, ...] = ()
 
 
 class GatewayRecord(msgspec.Struct, frozen=True):

@@ -27,7 +27,7 @@ def summarize(status: SiteStatus) -> Summary:
     groups = [group for pool in status.pools for group in pool.groups]
     for model in status.models:
         wanted = model.manifest.get("spec", {}).get("replicas", 1)
-        ready = [group for group in groups if group.model == model.name and group.state == "ready"]
+        ready = [group for group in groups if group.model == model.name and group.state in ("ready", "parked")]
         if len(ready) < wanted:
             problems.append(f"model {model.name} has {len(ready)} of {wanted} groups ready")
         elif sum(group.generation >= model.generation for group in ready) < wanted:

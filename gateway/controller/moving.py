@@ -19,7 +19,8 @@ def lingering(
     shares a device with a group that stays does not: that device serves its model already.
     """
     # Also kept groups count: one that was loaded to replace another is among them in the next pass.
-    waiting = [group for group in plan.groups if _state(group, observed) not in ("ready", "draining", "failed")]
+    settled = ("ready", "parked", "draining", "failed")
+    waiting = [group for group in plan.groups if _state(group, observed) not in settled]
     coming = Counter(group.model for group in waiting)
     staying = {(group.model, group.pool, rank) for group in set(plan.groups) - set(waiting) for rank in group.ranks}
     starting = [name for name in desired.pools if is_starting(name, observed)]

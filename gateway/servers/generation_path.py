@@ -71,7 +71,8 @@ class GenerationPath:
         return self._opened_context(model) or self.view.models[model].spec.context or (text.max_context if text else 0)
 
     def _opened_context(self, model: str) -> int:
-        return min((group.context for _, group in self.view.groups(model) if group.context and group.state == "ready"), default=0)
+        groups = [group for _, group in self.view.groups(model) if group.context and group.state in ("ready", "parked")]
+        return min((group.context for group in groups), default=0)
 
     def ready(self, model: str) -> bool:
         return bool(self.links.holding(model))

@@ -77,7 +77,7 @@ def judge(status: SiteStatus, pools: Mapping[str, PoolSpec], replicas: Mapping[s
         for group in groups:
             if group.state == "failed":
                 failures[model] = f"model {model}: {group.reason or 'failed without a reason'}"
-        ready = sum(group.state == "ready" for group in groups)
+        ready = sum(group.state in ("ready", "parked") for group in groups)
         if model in unplaced and ready < wanted and all(line.is_done for line in lines[: len(pools)]):
             failures[model] = f"model {model} has no place: {'; '.join(unplaced[model])}"
     return Readiness(tuple(lines), failures)
@@ -92,7 +92,7 @@ def _pool_line(name: str, devices: int, record: PoolRecord | None) -> Line:
 
 
 def _model_line(model: str, wanted: int, groups: list[GroupRecord]) -> Line:
-    ready = sum(group.state == "ready" for group in groups)
+    ready = sum(group.state in ("ready", "parked") for group in groups)
     if ready >= wanted:
         return Line(f"model {model}", "ready", 1.0, True)
     if not groups:

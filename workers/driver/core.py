@@ -15,6 +15,7 @@ from workers.driver.group import Group, Wanted
 from workers.driver.lifecycle import Lifecycle
 from workers.driver.pool_state import PoolState
 from workers.driver.requests import Requests
+from workers.driver.residency import State
 from workers.driver.sequence import Request, Sequence
 from workers.driver.sizing import Placement
 from workers.driver.stepping import Stepper
@@ -69,6 +70,17 @@ class PoolCore:
         self._effects.changed()
         self._settle(now)
 
+    def on_set_residency(self, now: float, fence: int, model: str, residency: str) -> str:
+        """Begin to park, wake or unload a model; the state that it has now. `fence` 0: an operator, not a controller.
+
+        YardError(NOT_FOUND, INVALID, CONFLICT).
+        """
+        if fence and fence < self.state.fence:
+            raise YardError(ErrorCode.CONFLICT, f"fence {fence} is older than {self.state.fence}: read the lease again")
+        self._lifecycle.switching.ask(now, model, residency)
+        self._settle(now)
+        return ", ".join(sorted({group.state for group in self.state.of_model(model)}))
+
     def on_closing(self, now: float) -> None:
         """The driver is about to stop: finish what runs, take nothing new."""
         del now
@@ -102,13 +114,14 @@ class PoolCore:
         self.state.ops.clear()
         for group in list(self.state.groups.values()):
             text = f"model `{group.model}`: {reason}; its worker group restarts"
+            stood_by = group.state in ("parked", "cold")
             group.state = "failed"  # so that the canary's end decides nothing
             self._requests.fail_group(group, ErrorCode.UNAVAILABLE, text, self._requests.estimate_s(now, group))
             self.state.ledger.release(group.id)
             if group.unwanted or not self.state.assigned:
                 del self.state.groups[group.id]
                 continue
-            self._renew(group, reason)
+            self._renew(group, reason, "cold" if stood_by else "waiting")
         for model in list(self.state.held):
             self._requests.fail_held(model, f"model `{model}`: {reason}; the pool's ranks restart", HELD_RETRY_S)
         self._effects.event("ranks_lost", "", reason)
@@ -180,6 +193,7 @@ class PoolCore:
             self.on_ranks_lost(now, f"requests in flight and no step for {STALLED_S:.0f} s")
             return
         self._kv.give_back_idle(now)
+        self._lifecycle.switching.leave_idle(now)
         self._settle(now)
 
     # ------------------------------------------------------------------ inside
@@ -199,27 +213,30 @@ class PoolCore:
         self._lifecycle.on_canary_end(self._now, group, sequence, ended)
 
     def _adopt(self, now: float, group_id: int, by_rank: dict[int, HeldShard]) -> None:
-        """A group that all its ranks hold alike is checked and serves again; pieces are unloaded."""
+        """A group that all its ranks hold alike is checked and serves again, or stands by again; pieces are unloaded."""
         self.state.next_group = max(self.state.next_group, group_id + 1)
         any_shard = next(iter(by_rank.values()))
         placement = Placement(any_shard.ranks, any_shard.tensor_parallel, any_shard.pipeline_parallel)
-        whole = set(by_rank) == set(any_shard.ranks) and len({shard.kv_blocks for shard in by_rank.values()}) == 1
+        whole = set(by_rank) == set(any_shard.ranks) and len({(shard.kv_blocks, shard.parked) for shard in by_rank.values()}) == 1
         if not whole:
             for rank in sorted(by_rank):
                 self._effects.send(rank, UnloadShard(op=self.state.new_op_id(), group_id=group_id))
             return
         wanted = Wanted(any_shard.model, 0, ModelSpec.model_validate_json(any_shard.spec_json), any_shard.spec_json, placement)
-        group = Group(group_id, wanted, state="checking", held=dict(by_rank), kv_blocks=any_shard.kv_blocks)
+        # What is parked was checked before it was parked (rule 8).
+        state: State = "parked" if any_shard.parked else "checking"
+        group = Group(group_id, wanted, state=state, held=dict(by_rank), kv_blocks=any_shard.kv_blocks)
         group.load_began_at, group.inspecting = now, True
         for rank, shard in by_rank.items():
-            self.state.ledger.record(group_id, rank, shard.bytes)
+            self.state.ledger.record(group_id, rank, {kind: size for kind, size in shard.bytes.items() if size})
         self.state.groups[group_id] = group
         self._effects.event("adopted", group.model, f"group {group_id} on {placement}")
         self._effects.inspect(group_id, group.model, group.spec)
 
-    def _renew(self, group: Group, reason: str) -> None:
-        """The same worker group, to be loaded anew under an id that no rank has seen."""
-        fresh = Group(self.state.next_group, group.wanted, reason=reason, facts=group.facts, sizing=group.sizing)
+    def _renew(self, group: Group, reason: str, state: State) -> None:
+        """The same worker group, to be loaded anew under an id that no rank has seen; on request if it stood by."""
+        fresh = Group(self.state.next_group, group.wanted, state=state, reason=reason, facts=group.facts, sizing=group.sizing)
+        fresh.used_at = group.used_at
         fresh.attempts = group.attempts
         self.state.next_group += 1
         del self.state.groups[group.id]

@@ -70,6 +70,8 @@ class ElasticKv:
             if op.blocks > group.kv_blocks:
                 self._send(group, group.kv_blocks)
             return
+        if op.blocks > group.kv_blocks:
+            self._state.switched("remap", now - op.began_at)
         group.kv_blocks = op.blocks
         self._state.ledger.resize(group.id, "kv_used", group.sizing.kv_used_bytes(op.blocks))
         if op.blocks > group.batcher.blocks.capacity:
@@ -99,7 +101,7 @@ class ElasticKv:
                 shortages = full.shortages
                 continue
             group.grow_denied_at = None
-            self._send(group, blocks)
+            self._send(group, blocks).began_at = now
             return
         group.grow_denied_at = now
         self._ask_donors(group, shortages)
@@ -155,7 +157,7 @@ class ElasticKv:
         return [
             group
             for group in self._state.groups.values()
-            if group.batcher is not None and group.op is None and group.state in ("checking", "ready", "draining")
+            if group.batcher is not None and group.op is None and group.state in ("checking", "ready", "draining", "parking")
         ]
 
     def _donors(self) -> list[Group]:
@@ -165,14 +167,15 @@ class ElasticKv:
             if group.batcher is not None
             and group.sizing is not None
             and group.kv_blocks > group.sizing.floor_blocks
-            and group.state in ("ready", "draining", "checking")
+            and group.state in ("ready", "draining", "checking", "parking")
         ]
 
-    def _send(self, group: Group, blocks: int) -> None:
+    def _send(self, group: Group, blocks: int) -> Op:
         op = Op(self._state.new_op_id(), "kv", group.id, set(group.ranks), blocks)
         group.op = self._state.ops[op.id] = op
         for rank in group.ranks:
             self._effects.send(rank, GrowKv(op=op.id, group_id=group.id, blocks=blocks))
+        return op
 
 
 def _needed(group: Group) -> int:

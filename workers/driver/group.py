@@ -1,8 +1,6 @@
 """A worker group as the driver sees it: what it should be, how far it is, and what it computes. Data; decisions are elsewhere.
 
-waiting ──▶ loading ──▶ checking ──▶ ready ──▶ draining ──▶ (gone)
-   ▲           │            │
-   └── failed ◀┴────────────┘        failed goes back to waiting while attempts are left
+Its states and what leads from one to the other are in `residency`.
 """
 
 from __future__ import annotations
@@ -11,9 +9,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.api.config import ModelSpec
-from gateway.api.records import ModelState
 from workers.driver.batching import Batcher, StepPlan
 from workers.driver.effects import ModelFacts
+from workers.driver.residency import State
 from workers.driver.sequence import Sequence
 from workers.driver.sizing import GroupSizing, Placement
 from workers.messages import HeldShard
@@ -23,7 +21,17 @@ FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 30.0
 
 # What changes in place; everything else of a spec needs another load.
-_IN_PLACE = {"canary", "pools", "priority", "replicas", "residency", "chat_template"}
+_IN_PLACE = {
+    "canary",
+    "pools",
+    "priority",
+    "replicas",
+    "residency",
+    "keep_warm_s",
+    "idle_park_s",
+    "idle_unload_s",
+    "chat_template",
+}
 
 
 def load_key(spec: ModelSpec) -> str:
@@ -49,10 +57,11 @@ class Op:
     """Something all ranks of a group do, and of which each reports the end."""
 
     id: int
-    kind: Literal["load", "unload", "kv"]
+    kind: Literal["load", "unload", "kv", "park", "wake"]
     group_id: int
     pending: set[int]  # ranks
     blocks: int = 0
+    began_at: float = 0.0
     errors: dict[int, str] = field(default_factory=dict)
     progress: dict[int, float] = field(default_factory=dict)
 
@@ -67,7 +76,7 @@ class StepInFlight:
 class Group:
     id: int
     wanted: Wanted
-    state: ModelState = "waiting"
+    state: State = "waiting"
     reason: str = ""
     unwanted: bool = False  # not in the newest assignment: drains, or goes before it began
     facts: ModelFacts | None = None
@@ -83,12 +92,16 @@ class Group:
     idle_since: float | None = None
     attempts: int = 0
     retry_at: float | None = None
-    load_began_at: float = 0.0
+    load_began_at: float = 0.0  # or its park, or its wake
     ready_since: float = 0.0
     canary: Sequence | None = None
     progress_at: float = 0.0  # when it last ended a step, or got something to do
     tokens_per_s: float = 0.0  # generated, moving average
-    reclaiming: bool = False  # waits for KV memory that others were asked to give back
+    reclaiming: bool = False  # waits for memory that others were asked to give back
+    used_at: float = 0.0  # when a request came for it, or ended
+    wake_asked: bool = False  # by an operator
+    drop_asked: bool = False  # its standby copy is to go too
+    park_retry_at: float | None = None  # a park failed; not before then again
 
     @property
     def model(self) -> str:
@@ -108,7 +121,7 @@ class Group:
 
     @property
     def progress(self) -> float:
-        if self.state in ("checking", "ready", "draining"):
+        if self.state in ("checking", "ready", "draining", "parking", "parked"):
             return 1.0
         if self.op is None or self.op.kind != "load":
             return 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from workers.driver.batching import Batcher
 from workers.driver.group import Group
 from workers.memory.blocks import BlockPool
-from workers.memory.ledger import Ledger
+from workers.memory.ledger import Ledger, LedgerFull
 
 
 def enter_measured(ledger: Ledger, group: Group) -> None:
@@ -19,6 +19,29 @@ def enter_measured(ledger: Ledger, group: Group) -> None:
         lines["kv_floor"] = min(kv, floor[rank])
         lines["kv_used"] = kv - lines["kv_floor"]
         ledger.record(group.id, rank, lines)
+
+
+def enter_parked(ledger: Ledger, group: Group) -> None:
+    """What its ranks measured to be left (rule 3)."""
+    for rank, held in group.held.items():
+        ledger.record(group.id, rank, {kind: size for kind, size in held.bytes.items() if size})
+
+
+def reserve_wake(ledger: Ledger, group: Group) -> None:
+    """What a wake takes, on all its ranks or on none (rule 3). LedgerFull leaves everything as it was."""
+    assert group.sizing is not None
+    floor = group.sizing.kv_bytes(group.sizing.floor_blocks)
+    wanted = {rank: {**held.wake_bytes, "kv_floor": floor[rank]} for rank, held in group.held.items()}
+    for rank, held in group.held.items():
+        for kind, size in held.bytes.items():
+            if size and not kind.startswith("kv"):  # left behind, or there of a wake that no driver saw end
+                wanted[rank][kind] = max(wanted[rank].get(kind, 0), size)
+    ledger.release(group.id)
+    try:
+        ledger.reserve(group.id, wanted)
+    except LedgerFull:
+        enter_parked(ledger, group)
+        raise
 
 
 def open_batcher(group: Group, device: str) -> None:

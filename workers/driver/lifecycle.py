@@ -12,8 +12,10 @@ from workers.driver.group import FIRST_BACKOFF_S, LAST_BACKOFF_S, MAX_ATTEMPTS, 
 from workers.driver.group_memory import enter_measured, open_batcher
 from workers.driver.pool_state import PoolState
 from workers.driver.requests import Requests
+from workers.driver.residency import COMING, STANDING_BY, State, allowed
 from workers.driver.sequence import Sequence
 from workers.driver.sizing import GroupSizing, size_group
+from workers.driver.switching import Switching
 from workers.memory.ledger import LedgerFull
 from workers.messages import LoadShard, UnloadShard
 
@@ -27,6 +29,15 @@ class Lifecycle:
         self._effects = effects
         self._requests = requests
         self._kv = kv
+        self.switching = Switching(
+            state,
+            effects,
+            requests,
+            move=self._to,
+            fail=self._fail,
+            unload=self._unload,
+            make_room=self._make_room,
+        )
 
     def match(self) -> None:
         """Find for every assigned group the one that is there, or begin a new one; mark the others unwanted."""
@@ -52,20 +63,22 @@ class Lifecycle:
         1. What is not wanted and holds nothing goes; what serves drains once its replacement serves, at once if there is none.
         2. What drains and is quiet is unloaded (rule 5).
         3. What failed waits its backoff out, then tries again, a bounded number of times.
-        4. What waits is loaded in order of priority and name: facts, then sizes, then the ledger on all ranks (rule 3), then
-           the load. One lifecycle operation a model, one load a rank. When the ledger is short: KV above floors is called
-           back; failing that, the old generation of the same model makes room; failing that, it waits with the reason.
+        4. What is to be parked or dropped and is quiet, is (rule 5).
+        5. What somebody asks for goes before what nobody asks for, then by priority and name. What stands by is woken; what waits
+           is loaded: facts, then sizes, then the ledger on all ranks (rule 3), then the load. One lifecycle operation a model,
+           one load a rank. When the ledger is short: KV above floors is called back; failing that, idle models are parked;
+           failing that, the old generation of the same model makes room; failing that, it waits with the reason.
         """
         if not self._state.ranks_up:
             return
         for group in list(self._state.groups.values()):
             # 1.
             if group.unwanted and group.op is None:
-                if group.state in ("waiting", "failed"):
+                if group.state in ("waiting", "failed", "cold"):
                     del self._state.groups[group.id]
                     self._effects.changed()
                     continue
-                if group.state in ("checking", "ready") and not self._replacement_comes(group):
+                if group.state in ("checking", "ready", "parking", "parked") and not self._replacement_comes(group):
                     self._drain(group)
             # 2.
             if group.state == "draining" and group.quiet:
@@ -74,10 +87,24 @@ class Lifecycle:
             if group.state == "failed" and group.op is None and group.retry_at is not None and group.retry_at <= now:
                 group.retry_at = None
                 self._to(group, "waiting", "")
-        # 4.
-        waiting = [group for group in self._state.groups.values() if group.state == "waiting" and group.op is None]
-        for group in sorted(waiting, key=lambda group: (-group.spec.priority, group.model, group.ranks)):
-            self._advance(now, group)
+            # 4.
+            self.switching.go_on(now, group)
+        # 5.
+        for group in [group for group in self._state.groups.values() if group.state == "cold" and self.switching.wanted(group)]:
+            self.switching.bring(now, group)
+        coming = [
+            group
+            for group in self._state.groups.values()
+            if group.op is None and (group.state == "waiting" or self.switching.wanted(group))
+        ]
+        held = self._state.held
+        for group in sorted(
+            coming, key=lambda group: (not held.get(group.model), -group.spec.priority, group.model, group.ranks)
+        ):
+            if group.state == "waiting":
+                self._advance(now, group)
+            else:
+                self.switching.bring(now, group)
         for model in [model for model in self._state.held if not self._may_come(model)]:
             self._requests.release_held(now, model)
 
@@ -100,8 +127,10 @@ class Lifecycle:
             self._effects.prepare_canary(group.id, group.model, group.spec)
 
     def on_op_done(self, now: float, group: Group, op: Op) -> None:
-        """All ranks reported the end of a load or an unload."""
-        if op.kind == "unload":
+        """All ranks reported the end of a load, an unload, a park or a wake."""
+        if op.kind in ("park", "wake"):
+            self.switching.on_done(now, group, op)
+        elif op.kind == "unload":
             self._unloaded(now, group, op)
         elif op.errors:
             group.sizing = None  # to be sized anew, with more room
@@ -109,6 +138,7 @@ class Lifecycle:
             self._fail(now, group, f"loading failed: {text}")
         else:
             self._state.load_times_s[group.model] = now - group.load_began_at
+            self._state.switched("load", now - group.load_began_at)
             assert group.sizing is not None
             group.kv_blocks = group.sizing.floor_blocks
             enter_measured(self._state.ledger, group)
@@ -150,10 +180,10 @@ class Lifecycle:
 
     def _replacement_comes(self, group: Group) -> bool:
         others = [other for other in self._state.of_model(group.model) if not other.unwanted]
-        return bool(others) and not any(other.state == "ready" for other in others)
+        return bool(others) and not any(other.state == "ready" or other.state in STANDING_BY for other in others)
 
     def _may_come(self, model: str) -> bool:
-        return any(group.state in ("waiting", *_GOING) and not group.unwanted for group in self._state.of_model(model))
+        return any(group.state in COMING and not group.unwanted for group in self._state.of_model(model))
 
     def _drain(self, group: Group) -> None:
         self._to(group, "draining", "")
@@ -168,7 +198,7 @@ class Lifecycle:
             return
         if group.sizing is None:
             group.sizing = self._size(group, group.facts)
-        busy = [other for other in self._state.groups.values() if other.op is not None and other.op.kind in ("load", "unload")]
+        busy = [other for other in self._state.groups.values() if other.op is not None and other.op.kind != "kv"]
         if any(other.model == group.model for other in busy):
             return
         if any(other.op.kind == "load" and set(other.ranks) & set(group.ranks) for other in busy if other.op):
@@ -176,7 +206,7 @@ class Lifecycle:
         try:
             self._state.ledger.reserve(group.id, group.sizing.budget)
         except LedgerFull as full:
-            self._make_room(group, full)
+            self._make_room(now, group, full)
             return
         group.reclaiming = False
         self._load(now, group)
@@ -185,11 +215,16 @@ class Lifecycle:
         """YardError when the model cannot be so."""
         return size_group(group.model, group.spec, facts, group.wanted.placement, self._state.device, group.attempts)
 
-    def _make_room(self, group: Group, full: LedgerFull) -> None:
+    def _make_room(self, now: float, group: Group, full: LedgerFull) -> None:
         shortages = "; ".join(map(str, full.shortages))
-        if self._kv.reclaim_for_load(full.shortages):
+        parking = any(other.state == "parking" and set(other.ranks) & set(group.ranks) for other in self._state.groups.values())
+        if not parking and self._kv.reclaim_for_load(full.shortages):
             group.reclaiming = True
-            self._to(group, "waiting", f"KV memory of other models is called back ({shortages})")
+            self._to(group, group.state, f"KV memory of other models is called back ({shortages})")
+            return
+        if leaving := self.switching.evict(now, group, full.shortages):
+            group.reclaiming = True
+            self._to(group, group.state, f"{leaving} ({shortages})")
             return
         group.reclaiming = False
         old = [other for other in self._state.of_model(group.model) if other.unwanted and set(other.ranks) & set(group.ranks)]
@@ -197,11 +232,10 @@ class Lifecycle:
             if other.state in ("checking", "ready") and other.op is None:
                 self._drain(other)
         if old:
-            self._to(group, "waiting", f"the old generation makes room ({shortages})")
+            self._to(group, group.state, f"the old generation makes room ({shortages})")
         else:
-            self._to(
-                group, "waiting", f"memory: {shortages}; unload a model of this pool, lower kv.floor, or raise the pool's memory"
-            )
+            text = f"memory: {shortages}; unload a model of this pool, lower kv.floor, or raise the pool's memory"
+            self._to(group, group.state, text)
 
     def _load(self, now: float, group: Group) -> None:
         assert group.sizing is not None
@@ -262,15 +296,16 @@ class Lifecycle:
         self._requests.fail_group(group, ErrorCode.UNAVAILABLE, f"model `{group.model}`: {reason}", backoff)
         if held:
             self._unload(group)
-        if not any(other.state in ("ready", *_GOING) for other in self._state.of_model(group.model)):
+        if not any(other.state in ("ready", *_GOING, *STANDING_BY) for other in self._state.of_model(group.model)):
             self._requests.fail_held(group.model, f"model `{group.model}`: {reason}", backoff)
 
-    def _to(self, group: Group, state: str, reason: str) -> None:
+    def _to(self, group: Group, state: State, reason: str) -> None:
+        assert allowed(group.state, state), f"group {group.name} cannot go from {group.state} to {state}"
         if (group.state, group.reason) == (state, reason):
             return
         if group.state != state:
             self._effects.event(
                 state, group.model, f"group {group.id} on {group.wanted.placement}" + (f": {reason}" if reason else "")
             )
-        group.state, group.reason = state, reason  # type: ignore[assignment]
+        group.state, group.reason = state, reason
         self._effects.changed()

@@ -145,6 +145,10 @@ class PoolLoop:
     def assign(self, fence: int, revision: int, wanted: Sequence[Wanted]) -> None:
         self._tell(self.core.on_assign, fence, revision, wanted)
 
+    def set_residency(self, fence: int, model: str, residency: str) -> str:
+        """The state that the model has now, on its way there."""
+        return self._tell(self.core.on_set_residency, fence, model, residency)
+
     # ------------------------------------------------------------------ effects of the core
 
     def send(self, rank: int, command: Command) -> None:
@@ -249,16 +253,17 @@ class PoolLoop:
             self._tell(self.core.on_tick)
             self._flush(alone=True)
 
-    def _tell(self, event: Callable[..., None], *what: object) -> None:
+    def _tell(self, event: Callable[..., _T], *what: object) -> _T:
         """Give the core one event, let the frames go. YardError is a refusal; anything else is a defect and makes unhealthy."""
         try:
-            event(self.now(), *what)
+            answer = event(self.now(), *what)
         except YardError:
             raise
         except Exception as error:
             self.failure = f"{event.__name__} failed: {error!r}"
             raise
         self._flush()
+        return answer
 
     def _flush(self, *, alone: bool = False) -> None:
         if self.core.state.closing and not self.core.state.sequences:

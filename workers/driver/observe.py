@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from statistics import median
+from typing import cast
 
-from gateway.api.records import GroupRecord, RankRecord
+from gateway.api.records import GroupRecord, ModelState, RankRecord, SwitchRecord
 from workers.driver.group import Group
 from workers.driver.pool_state import PoolState
+from workers.driver.residency import STANDING_BY
 from workers.messages import Welcome
 
 
@@ -38,6 +41,13 @@ def group_records(state: PoolState, unix_offset: float) -> tuple[GroupRecord, ..
     return tuple(_group_record(group, unix_offset, closing=state.closing) for _, group in sorted(state.groups.items()))
 
 
+def switch_records(state: PoolState) -> tuple[SwitchRecord, ...]:
+    return tuple(
+        SwitchRecord(path, switches.count, switches.seconds[-1], median(switches.seconds), max(switches.seconds))
+        for path, switches in sorted(state.switches.items())
+    )
+
+
 def loads(state: PoolState) -> tuple[tuple[str, int, int, int], ...]:
     """(model, outstanding tokens, running, waiting) of every model with a ready group."""
     sums: dict[str, list[int]] = {}
@@ -53,6 +63,8 @@ def loads(state: PoolState) -> tuple[tuple[str, int, int, int], ...]:
 def _group_record(group: Group, unix_offset: float, *, closing: bool) -> GroupRecord:
     held = next(iter(group.held.values()), None)
     placement = group.wanted.placement
+    stands_by = group.state in STANDING_BY
+    state = "parked" if stands_by else "draining" if closing and group.state == "ready" else group.state
     return GroupRecord(
         model=group.model,
         generation=group.wanted.generation,
@@ -60,7 +72,7 @@ def _group_record(group: Group, unix_offset: float, *, closing: bool) -> GroupRe
         ranks=placement.ranks,
         tensor_parallel=placement.tensor_parallel,
         pipeline_parallel=placement.pipeline_parallel,
-        state="draining" if closing and group.state == "ready" else group.state,
+        state=cast("ModelState", state),
         reason=group.reason,
         progress=round(group.progress, 3),
         engine=group.spec.engine,
@@ -71,4 +83,6 @@ def _group_record(group: Group, unix_offset: float, *, closing: bool) -> GroupRe
         waiting=group.waiting,
         outstanding_tokens=group.outstanding_tokens,
         ready_since_unix=group.ready_since + unix_offset if group.ready_since else 0.0,
+        residency=group.state if stands_by else "",
+        standby_bytes=sum(held.standby_bytes for held in group.held.values()),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -20,6 +21,14 @@ class Held:
     since: float
 
 
+@dataclass
+class Switches:
+    """What the switches of one path took."""
+
+    count: int = 0
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=256))  # the newest ones
+
+
 @dataclass(eq=False)
 class PoolState:
     device: str  # cpu or cuda
@@ -36,6 +45,8 @@ class PoolState:
     held: dict[str, list[Held]] = field(default_factory=dict)  # by model
     ops: dict[int, Op] = field(default_factory=dict)
     load_times_s: dict[str, float] = field(default_factory=dict)  # by model, the last one measured
+    move_bytes_per_s: dict[str, float] = field(default_factory=dict)  # of a rank's park or wake, the last one measured
+    switches: dict[str, Switches] = field(default_factory=dict)  # by path: remap, park, wake, load
     next_group: int = 1
     next_op: int = 1
     next_step: int = 1
@@ -52,6 +63,11 @@ class PoolState:
     def of_model(self, model: str) -> Iterator[Group]:
         return (group for group in self.groups.values() if group.model == model)
 
+    def switched(self, path: str, seconds: float) -> None:
+        switches = self.switches.setdefault(path, Switches())
+        switches.count += 1
+        switches.seconds.append(seconds)
+
     def new_op_id(self) -> int:
         self.next_op += 1
         return self.next_op - 1
@@ -64,7 +80,7 @@ class PoolState:
         for group in self.groups.values():
             if group.batcher is not None:
                 group.batcher.check()
-            if group.state in ("waiting", "failed") and group.op is None:
+            if group.state in ("waiting", "failed", "cold") and group.op is None:
                 assert group.id not in owners, f"group {group.name} is {group.state} and holds memory"
         for key, (group, sequence) in self.sequences.items():
             assert sequence.request.key == key

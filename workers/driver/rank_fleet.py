@@ -6,14 +6,16 @@ import asyncio
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+import msgspec
+
 from gateway.api.errors import YardError, unavailable
 from workers.driver import rank_link
 from workers.driver.launcher import RankLauncher
 from workers.driver.rank_link import RankLink
-from workers.messages import Command, Exit, Ping, Report, Welcome
+from workers.messages import Command, Exit, Inventory, Report, Welcome
 
 ADOPT_TIMEOUT_S = 45.0  # for the step that a rank may be in
-_PING_OP = 2**62  # above every op of the core
+_INVENTORY_OP = 2**62  # above every op of the core
 
 Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
 
@@ -110,11 +112,13 @@ def _check_agreement(links: Sequence[RankLink]) -> None:
 
 
 async def _check_alive(links: Sequence[RankLink]) -> None:
+    """And take what they hold after all that was under way, which the welcome may have missed."""
     try:
         async with asyncio.timeout(ADOPT_TIMEOUT_S):
             for link in links:
-                link.send(Ping(op=_PING_OP))
+                link.send(Inventory(op=_INVENTORY_OP))
             for link in links:
-                await link.expect_done(_PING_OP)
+                done = await link.expect_done(_INVENTORY_OP)
+                link.welcome = msgspec.structs.replace(link.welcome, held=done.inventory)
     except TimeoutError as error:
         raise unavailable(f"a rank does not execute commands, for {ADOPT_TIMEOUT_S:.0f} s now") from error

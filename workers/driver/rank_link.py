@@ -31,13 +31,13 @@ class RankLink:
         if not self._writer.is_closing():
             self._writer.write(encode(command))
 
-    async def expect_done(self, op: int) -> None:
+    async def expect_done(self, op: int) -> Done:
         """Before `start`: the end of an operation, passing over what an earlier driver left. YardError when the rank is lost."""
         try:
             while True:
                 report = await _read(self._reader)
                 if isinstance(report, Done) and report.op == op:
-                    return
+                    return report
         except (asyncio.IncompleteReadError, ConnectionError, msgspec.MsgspecError, ValueError) as error:
             raise unavailable(f"rank {self.rank} went away: {error!r}") from error
 

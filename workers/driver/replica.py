@@ -19,7 +19,7 @@ from workers.driver.heartbeat import Heartbeat
 from workers.driver.launcher import RankLauncher
 from workers.driver.local_ranks import LocalRanks
 from workers.driver.loop import ModelReader, PoolLoop
-from workers.driver.observe import group_records, rank_records
+from workers.driver.observe import group_records, rank_records, switch_records
 from workers.driver.reader import CheckpointReader
 from workers.driver.server import PoolServer
 from workers.rank.config import RankConfig
@@ -113,6 +113,7 @@ class PoolDriverReplica:
             groups=group_records(state, self._unix_offset),
             version=self._runtime.version,
             last_step_unix=state.last_step_at + self._unix_offset if state.last_step_at else 0.0,
+            switches=switch_records(state),
             message=state.message if state.message or state.ranks_up else "its ranks are starting",
         )
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gateway.api.errors import ErrorCode, invalid
+from workers.driver import estimates
 from workers.driver.effects import OWN_LINK, Effects, Ended, RequestKey
 from workers.driver.group import Group
 from workers.driver.pool_state import Held, PoolState
+from workers.driver.residency import COMING
 from workers.driver.sequence import Request, Sequence
 from workers.messages import SampledToken
 
-CHECK_ESTIMATE_S = 1.0
-LOAD_BASE_S = 3.0
-LOAD_BYTES_PER_S = 200 * 2**20  # until a load of the model has been timed
 MAX_RETRY_AFTER_S = 30.0
 
 
@@ -31,8 +30,8 @@ class Requests:
            are back, and another pool may have the model (rule 11).
         2. A model that is not in this pool: UNAVAILABLE, another pool may have it.
         3. A ready group takes it, the one with the fewest outstanding tokens, if its queue has room: else EXHAUSTED.
-        4. A model on its way: held, with an estimated wait, bounded like a queue; refused at once when the deadline is
-           shorter than the estimate (rule 6).
+        4. A model on its way, or standing by: held, with an estimated wait, bounded like a queue; refused at once when the
+           deadline is shorter than the estimate (rule 6). What is held wakes it; what is refused does not.
         5. A model that failed or drains: UNAVAILABLE with the reason.
         """
         if request.key in self._state.sequences:
@@ -63,7 +62,7 @@ class Requests:
             self._enqueue(now, request, arrival, min(ready, key=lambda group: (group.outstanding_tokens, group.id)))
             return
         # 4.
-        coming = [group for group in groups if group.state in ("waiting", "loading", "checking") and not group.unwanted]
+        coming = [group for group in groups if group.state in COMING and not group.unwanted]
         if coming:
             self._hold(now, request, arrival, coming)
             return
@@ -151,6 +150,8 @@ class Requests:
             completion_tokens=sequence.generated,
             cached_tokens=sequence.cached_tokens,
         )
+        if key[0] != OWN_LINK:
+            group.used_at = max(group.used_at, group.progress_at)
         if sequence is group.canary:
             group.canary = None
             self._on_canary_end(group, sequence, ended)
@@ -168,12 +169,7 @@ class Requests:
 
     def estimate_s(self, now: float, group: Group) -> float:
         """Until the group is ready."""
-        if group.state == "checking":
-            return CHECK_ESTIMATE_S
-        bytes_to_load = max((sum(kinds.values()) for kinds in group.sizing.budget.values()), default=0) if group.sizing else 0
-        whole = self._state.load_times_s.get(group.model, LOAD_BASE_S + bytes_to_load / LOAD_BYTES_PER_S)
-        elapsed = now - group.load_began_at if group.state == "loading" else 0.0
-        return max(whole - elapsed, whole * (1.0 - group.progress) * 0.5, 0.5) + CHECK_ESTIMATE_S
+        return estimates.estimate_s(self._state, now, group)
 
     # ------------------------------------------------------------------ parts of submit
 
@@ -226,6 +222,8 @@ class Requests:
         self._state.next_sequence += 1
         if not group.batcher.busy and not group.steps:
             group.progress_at = now
+        if request.key[0] != OWN_LINK:
+            group.used_at = now
         self._state.sequences[request.key] = (group, sequence)
         group.batcher.add(sequence)
         return sequence

@@ -100,14 +100,11 @@ class PoolControlService(pool_pb2_grpc.PoolControlServicer):
     async def SetResidency(
         self, request: pool_pb2.SetResidencyRequest, context: grpc.aio.ServicerContext
     ) -> pool_pb2.SetResidencyResponse:
-        ready = any(group.state == "ready" for group in self._loop.core.state.of_model(request.model))
-        if request.residency != "resident" or not ready:
-            await context.abort(
-                grpc.StatusCode.FAILED_PRECONDITION,
-                f"model `{request.model}` cannot become {request.residency!r}: this driver keeps assigned models resident; "
-                "set replicas: 0 to take it out of memory",
-            )
-        return pool_pb2.SetResidencyResponse(residency="resident")
+        try:
+            state = self._loop.set_residency(request.fence, request.model, request.residency)
+        except YardError as error:
+            await context.abort(error.grpc_status, error.message)
+        return pool_pb2.SetResidencyResponse(residency=state)
 
 
 class PoolServer:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 
@@ -179,7 +180,7 @@ PoolFactory = Callable[..., Awaitable[Pool]]
 @pytest.fixture
 async def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[PoolFactory]:
     """`await make_pool(assignments…, devices=2)`: a pool whose models are ready."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
     pools: list[Pool] = []
 
     async def make(*groups: pool_pb2.Assignment, devices: int = 1, **options: object) -> Pool:

@@ -25,11 +25,13 @@ from workers.messages import (
     GrowKv,
     HeldShard,
     LoadShard,
+    ParkShard,
     SampledToken,
     Sampling,
     Step,
     StepDone,
     UnloadShard,
+    WakeShard,
 )
 
 MIB = 2**20
@@ -98,11 +100,17 @@ class SimulatedRank:
         self.tables: dict[tuple[int, int], list[int]] = {}  # (group, sequence) -> block table
         self.last_samples: dict[tuple[int, int], int] = {}
         self.load_error = ""
+        self.park_error = ""
+        self.wake_error = ""
+        self.parkable = True
+        self.parked: set[int] = set()
         self.grow_error = ""
         self.executed: list[Command] = []
 
     def held(self, group_id: int) -> HeldShard:
         load = self.shards[group_id]
+        parked = group_id in self.parked
+        weights = 9 * MIB // load.pipeline_parallel
         return HeldShard(
             group_id=group_id,
             model=load.model,
@@ -114,10 +122,14 @@ class SimulatedRank:
             kv_ceiling_blocks=load.kv_ceiling_blocks,
             kv_block_tokens=load.kv_block_tokens,
             bytes={
-                "weights": 9 * MIB // load.pipeline_parallel,
+                "weights": 0 if parked else weights,
                 "kv": pages(self.blocks[group_id] * MIB // load.pipeline_parallel),
-                "workspace": MIB,
+                "workspace": 0 if parked else MIB,
             },
+            parkable=self.parkable,
+            parked=parked,
+            standby_bytes=weights if parked else 0,
+            wake_bytes={"weights": weights, "workspace": MIB} if parked else {},
             digest="d1",
             precision="bf16",
             context=256,
@@ -135,6 +147,7 @@ class SimulatedRank:
                 return Done(command.op, held=self.held(command.group_id))
             case UnloadShard():
                 self.shards.pop(command.group_id, None)
+                self.parked.discard(command.group_id)
                 self.blocks.pop(command.group_id, None)
                 for table in (self.memory, self.tables):
                     for key in [key for key in table if key[0] == command.group_id]:
@@ -147,6 +160,24 @@ class SimulatedRank:
                 for key in [key for key in self.memory if key[0] == command.group_id and key[1] >= command.blocks]:
                     del self.memory[key]
                 return Done(command.op, held=self.held(command.group_id))
+            case ParkShard():
+                for sequence in command.released:
+                    del self.tables[command.group_id, sequence]
+                assert not any(key[0] == command.group_id for key in self.tables), "parked under a sequence"
+                if self.park_error:
+                    return Done(command.op, self.park_error, held=self.held(command.group_id))
+                self.parked.add(command.group_id)
+                self.blocks[command.group_id] = 0
+                for key in [key for key in self.memory if key[0] == command.group_id]:
+                    del self.memory[key]
+                return Done(command.op, held=self.held(command.group_id))
+            case WakeShard():
+                if self.wake_error:
+                    return Done(command.op, self.wake_error, held=self.held(command.group_id))
+                if command.group_id in self.parked:
+                    self.parked.discard(command.group_id)
+                    self.blocks[command.group_id] = command.kv_blocks
+                return Done(command.op, held=self.held(command.group_id))
             case Step():
                 return self._step(command)
             case _:
@@ -154,6 +185,7 @@ class SimulatedRank:
 
     def _step(self, step: Step) -> StepDone | None:
         load = self.shards[step.group_id]
+        assert step.group_id not in self.parked, "a step of a parked group"
         for sequence in step.released:
             assert self.tables.pop((step.group_id, sequence), None) is not None, "released a sequence that is not known"
         assert step.sequences, "an empty step"

@@ -254,7 +254,7 @@ def test_an_assignment_that_names_ranks_wrongly_is_refused_whole(ranks: tuple[in
 def test_a_model_that_does_not_fit_waits_with_the_numbers_and_loads_when_room_appears() -> None:
     """Rule 3 and 4."""
     world = World(capacity_mib=LOAD_MIB + 10)
-    world.assign(wanted("a"), wanted("b"))
+    world.assign(wanted("a", residency="resident"), wanted("b"))
     world.run()
     assert (world.states("a"), world.states("b")) == (["ready"], ["waiting"])
     assert "MiB asked" in world.group("b").reason
@@ -269,7 +269,7 @@ def test_who_gets_in_does_not_depend_on_the_order_of_the_list() -> None:
         world = World(capacity_mib=HELD_MIB + LOAD_MIB + 10)
         world.assign(*(wanted(model, priority=5 if model == "c" else 0) for model in order))
         world.run()
-        assert [world.states(model) for model in "abc"] == [["ready"], ["waiting"], ["ready"]]
+        assert [world.states(model) for model in "abc"] == [["parked"], ["ready"], ["ready"]]
 
 
 def test_loading_one_model_does_not_delay_the_steps_of_another() -> None:

@@ -27,17 +27,17 @@ METADATA = ((SECRET_METADATA_KEY, SECRET),)
 QUESTION = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def smollm2(model: str, ranks: tuple[int, ...], expect: str | None = "Paris") -> pool_pb2.Assignment:
-    spec = ModelSpec(source=SOURCE, context=512, canary=CanarySpec(expect=expect), kv=KvSpec(floor=2**20))
+def smollm2(model: str, ranks: tuple[int, ...], expect: str | None = "Paris", kv_floor: int = 2**20) -> pool_pb2.Assignment:
+    spec = ModelSpec(source=SOURCE, context=512, canary=CanarySpec(expect=expect), kv=KvSpec(floor=kv_floor))
     group = pool_pb2.Group(ranks=ranks, tensor_parallel=1, pipeline_parallel=len(ranks))
     return pool_pb2.Assignment(model=model, generation=1, spec_json=spec.model_dump_json(), groups=[group])
 
 
 class Site:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, devices: int = 2, memory: int = 2 * 2**30) -> None:
         self._runtime = Runtime("smol", "", SECRET, str(directory / "cache"), str(directory), "127.0.0.1")
-        self._spec = PoolSpec(device="cpu", devices=2, memory=2 * 2**30)
-        self.launcher = LocalRanks(PoolDriverReplica.rank_config(self._runtime, "p", self._spec), 2)
+        self._spec = PoolSpec(device="cpu", devices=devices, memory=memory)
+        self.launcher = LocalRanks(PoolDriverReplica.rank_config(self._runtime, "p", self._spec), devices)
         self.driver = self.new_driver()
         cache = Path(self._runtime.cache_dir)
         self.tokenizer = Tokenizer.from_file(str(tokenizer_dir(open_checkpoint(SOURCE, cache), cache) / "tokenizer.json"))
@@ -46,12 +46,14 @@ class Site:
         self.driver = PoolDriverReplica(self._runtime, "p", self._spec.model_dump_json(), launcher=self.launcher)
         return self.driver
 
-    async def assign(self, *groups: pool_pb2.Assignment) -> None:
+    async def assign(self, *groups: pool_pb2.Assignment, states: tuple[str, ...] = ()) -> None:
         async with grpc_channel(self.driver) as channel:
             control = pool_pb2_grpc.PoolControlStub(channel)
             await control.Assign(pool_pb2.AssignRequest(fence=1, assignments=groups), metadata=METADATA)
         await until(
-            lambda: [group.state for group in self.driver.record().groups] == ["ready"] * len(groups), self.driver.record, 150
+            lambda: sorted(group.state for group in self.driver.record().groups) == sorted(states or ("ready",) * len(groups)),
+            self.driver.record,
+            150,
         )
 
     async def ask(self, *models: str) -> list[str]:

@@ -1,0 +1,271 @@
+"""Parks and wakes: what is in a pool's memory this second (DESIGN 3, residency). Pure decisions; the states are in `residency`.
+
+- Wanted: a group for which requests are held, or that an operator asked for. It is woken once however many ask (rule 6).
+- Room: idle groups leave by least value per byte, never pinned ones, never one with requests in flight. When all that could
+  leave is busy and requests have waited for `TURN_S`, busy groups take turns: they take nothing new, end what they have, park.
+- Idle: a group parks after its `idle_park_s`, and gives its standby copy up after its `idle_unload_s`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from gateway.api.errors import ErrorCode, YardError
+from workers.driver.effects import Effects
+from workers.driver.estimates import wake_s
+from workers.driver.eviction import Candidate, choose
+from workers.driver.group import Group, Op
+from workers.driver.group_memory import enter_measured, enter_parked, open_batcher, reserve_wake
+from workers.driver.pool_state import PoolState
+from workers.driver.requests import Requests
+from workers.driver.residency import STANDING_BY, Event, Situation, State, Transition, decide
+from workers.memory.ledger import LedgerFull, Shortage
+from workers.messages import ParkShard, WakeShard
+
+TURN_S = 2.0
+PARK_AGAIN_AFTER_S = 30.0
+
+Move = Callable[[Group, State, str], None]
+Fail = Callable[[float, Group, str], None]
+MakeRoom = Callable[[float, Group, LedgerFull], None]
+
+
+class Switching:
+    def __init__(
+        self,
+        state: PoolState,
+        effects: Effects,
+        requests: Requests,
+        *,
+        move: Move,
+        fail: Fail,
+        unload: Callable[[Group], None],
+        make_room: MakeRoom,
+    ) -> None:
+        self._state = state
+        self._effects = effects
+        self._requests = requests
+        self._move = move
+        self._fail = fail
+        self._unload = unload
+        self._make_room = make_room
+
+    # ------------------------------------------------------------------ what operators ask for
+
+    def ask(self, now: float, model: str, residency: str) -> str:
+        """Begin to bring a model to `resident`, `parked` or `cold`; the state that it has now. YardError says why not."""
+        groups = [group for group in self._state.of_model(model) if not group.unwanted and group.state != "draining"]
+        if not groups:
+            raise YardError(ErrorCode.NOT_FOUND, f"model `{model}` is not in this pool")
+        if residency not in ("resident", "parked", "cold"):
+            raise YardError(ErrorCode.INVALID, f"residency {residency!r} is none of resident, parked, cold", field="residency")
+        refusals = [why for group in groups if (why := self._ask(now, group, residency))]
+        if refusals:
+            raise YardError(ErrorCode.CONFLICT, f"model `{model}` cannot become {residency}: {'; '.join(sorted(set(refusals)))}")
+        return ", ".join(sorted({group.state for group in groups}))
+
+    def _ask(self, now: float, group: Group, residency: str) -> str:
+        if residency == "resident":
+            group.wake_asked = group.state in STANDING_BY
+            group.drop_asked = False
+            return "" if group.state != "failed" else f"it failed: {group.reason}"
+        group.wake_asked = False
+        if group.state in ("parking", "parked", "cold"):
+            group.drop_asked = residency == "cold" and group.state != "cold"
+            return ""
+        group.drop_asked = False
+        if why := self._park(group, "an operator asked for it"):
+            return why
+        group.drop_asked = residency == "cold"
+        del now
+        return ""
+
+    # ------------------------------------------------------------------ parts of reconcile
+
+    def wanted(self, group: Group) -> bool:
+        """It stands by, and somebody waits for it."""
+        return group.state in ("parked", "cold") and not group.unwanted and self._asked(group)
+
+    def bring(self, now: float, group: Group) -> None:
+        """Wake what is wanted, if the ledger has room on all its ranks (rule 3)."""
+        if group.state == "cold":
+            if group.op is None and not isinstance(decide("cold", "want", self._situation(group)), str):
+                self._move(group, "waiting", "")
+            return
+        if group.sizing is None or group.op is not None or isinstance(self._decide(group, "wake"), str):
+            return
+        try:
+            reserve_wake(self._state.ledger, group)
+        except LedgerFull as full:
+            self._make_room(now, group, full)
+            return
+        group.reclaiming = False
+        self._wake(now, group, group.sizing.floor_blocks)
+
+    def go_on(self, now: float, group: Group) -> None:
+        """Park what is to be parked and has become quiet (rule 5); drop what is to be dropped."""
+        if group.op is not None:
+            return
+        if group.drop_asked and group.state in ("parking", "parked") and group.quiet:
+            if not isinstance(self._decide(group, "drop"), str):
+                group.drop_asked = False
+                self._move(group, "cold", "")
+                self._unload(group)
+        elif group.state == "parking" and group.quiet and group.batcher is not None:
+            released, group.batcher.released = tuple(group.batcher.released), []
+            group.load_began_at = now
+            group.reclaim_to = None
+            op = self._op("park", group, 0)
+            for rank in group.ranks:
+                self._effects.send(rank, ParkShard(op=op.id, group_id=group.id, released=released))
+
+    def leave_idle(self, now: float) -> None:
+        """Now and then: what nobody has used for long."""
+        for group in self._state.groups.values():
+            spec, idle_s = group.spec, now - max(group.used_at, group.ready_since)
+            if spec.idle_unload_s is not None and idle_s >= spec.idle_unload_s and not self._asked(group):
+                if group.state == "parked" or (group.state == "ready" and group.quiet and not self._park(group, "idle")):
+                    group.drop_asked = True
+            elif spec.idle_park_s is not None and idle_s >= spec.idle_park_s and group.state == "ready" and group.quiet:
+                self._park(group, f"idle for {idle_s:.0f} s")
+
+    def evict(self, now: float, wanting: Group, shortages: Iterable[Shortage]) -> str:
+        """Park others for it. Empty when all that may leave would not do, else what is under way."""
+        missing = {shortage.rank: shortage.asked_bytes - shortage.free_bytes for shortage in shortages}
+        going = [group for group in self._state.groups.values() if group.state == "parking" and group is not wanting]
+        for group in going:
+            for rank, size in self._freed(group).items():
+                if rank in missing:
+                    missing[rank] -= size
+        names = {group.model for group in going}
+        chosen = choose(self._candidates(now, wanting, busy=False), missing)
+        if chosen is None and self._waited_s(now, wanting) >= TURN_S:
+            chosen = choose(self._candidates(now, wanting, busy=True), missing)
+        if chosen is None:
+            return ""
+        for group_id in chosen:
+            group = self._state.groups[group_id]
+            self._park(group, f"makes room for `{wanting.model}`")
+            self.go_on(now, group)
+            names.add(group.model)
+        return f"{', '.join(sorted(names))} parked to make room" if names else ""
+
+    # ------------------------------------------------------------------ events
+
+    def on_done(self, now: float, group: Group, op: Op) -> None:
+        if op.kind == "park":
+            self._parked(now, group, op)
+        else:
+            self._woken(now, group, op)
+
+    def _parked(self, now: float, group: Group, op: Op) -> None:
+        if op.errors:
+            group.park_retry_at = now + PARK_AGAIN_AFTER_S
+            text = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(op.errors.items()))
+            self._effects.event("park_failed", group.model, f"group {group.id}: {text}")
+            if any(held.parked for held in group.held.values()):
+                self._wake(now, group, group.kv_blocks)  # its lines stand in the ledger still
+                return
+            self._move(group, "ready", "")
+            self._requests.release_held(now, group.model)
+            return
+        before = sum(self._freed(group).values())
+        enter_parked(self._state.ledger, group)
+        freed = before - sum(self._freed(group).values())
+        group.batcher, group.kv_blocks, group.grow_denied_at, group.idle_since = None, 0, None, None
+        self._timed(now, group, "park", freed)
+        self._move(group, "parked", "")
+
+    def _woken(self, now: float, group: Group, op: Op) -> None:
+        if op.errors:
+            text = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(op.errors.items()))
+            self._fail(now, group, f"waking failed: {text}")
+            return
+        group.kv_blocks = op.blocks
+        enter_measured(self._state.ledger, group)
+        open_batcher(group, self._state.device)
+        group.ready_since, group.wake_asked = now, False
+        self._timed(now, group, "wake", sum(held.bytes.get("weights", 0) for held in group.held.values()))
+        self._move(group, "ready", "")
+        self._requests.release_held(now, group.model)
+
+    def _timed(self, now: float, group: Group, path: str, size_bytes: int) -> None:
+        seconds = now - group.load_began_at
+        self._state.switched(path, seconds)
+        longest = max((held.standby_bytes or held.bytes.get("weights", 0) for held in group.held.values()), default=0)
+        if longest and seconds > 0:
+            self._state.move_bytes_per_s[path] = longest / seconds
+        what = "freed by the park" if path == "park" else "brought back by the wake"
+        self._effects.event(
+            path, group.model, f"group {group.id}: {size_bytes / 2**20:.1f} MiB {what} in {seconds * 1000:.0f} ms"
+        )
+
+    # ------------------------------------------------------------------ inside
+
+    def _park(self, group: Group, reason: str) -> str:
+        """Empty, or why not."""
+        transition = self._decide(group, "park")
+        if isinstance(transition, str):
+            return transition
+        self._move(group, transition.target, reason)
+        return ""
+
+    def _wake(self, now: float, group: Group, blocks: int) -> None:
+        group.load_began_at = now
+        self._move(group, "waking", "")
+        op = self._op("wake", group, blocks)
+        for rank in group.ranks:
+            self._effects.send(rank, WakeShard(op=op.id, group_id=group.id, kv_blocks=blocks))
+
+    def _op(self, kind: str, group: Group, blocks: int) -> Op:
+        op = Op(self._state.new_op_id(), kind, group.id, set(group.ranks), blocks)  # type: ignore[arg-type]
+        group.op = self._state.ops[op.id] = op
+        return op
+
+    def _decide(self, group: Group, event: Event) -> Transition | str:
+        return decide(group.state, event, self._situation(group))
+
+    def _situation(self, group: Group) -> Situation:
+        others = [other for other in self._state.of_model(group.model) if other is not group]
+        return Situation(
+            pinned=group.spec.residency == "resident",
+            parkable=all(held.parkable for held in group.held.values()),
+            operating=any(other.op is not None and other.op.kind != "kv" for other in others),
+            asked=self._asked(group),
+            bringing=not group.wake_asked
+            and any(
+                other.state in ("waiting", "loading", "checking", "waking", "ready") and not other.unwanted for other in others
+            ),
+        )
+
+    def _asked(self, group: Group) -> bool:
+        pinned = group.spec.residency == "resident"  # since a moment ago, or it would not stand by
+        return group.wake_asked or pinned or bool(self._state.held.get(group.model))
+
+    def _waited_s(self, now: float, group: Group) -> float:
+        return max((now - held.since for held in self._state.held.get(group.model, ())), default=0.0)
+
+    def _freed(self, group: Group) -> dict[int, int]:
+        """Bytes by rank that it has in the ledger."""
+        return self._state.ledger.of_owner(group.id)
+
+    def _candidates(self, now: float, wanting: Group, *, busy: bool) -> list[Candidate]:
+        found = []
+        asked = self._asked(wanting)
+        for group in self._state.groups.values():
+            if not asked and group.spec.priority > wanting.spec.priority:
+                continue  # nobody waits: what is worth more stays
+            if group is wanting or group.state != "ready" or isinstance(self._decide(group, "park"), str):
+                continue
+            if group.park_retry_at is not None and now < group.park_retry_at:
+                continue
+            idle_s = now - max(group.used_at, group.ready_since)
+            if not group.quiet:
+                if not busy or group.spec.priority > wanting.spec.priority or now - group.ready_since < TURN_S:
+                    continue
+                idle_s = 0.0
+            elif idle_s < group.spec.keep_warm_s and wanting.spec.priority <= group.spec.priority:
+                continue
+            cost = wake_s(self._state, group)
+            found.append(Candidate(group.id, self._freed(group), idle_s, group.spec.priority, cost))
+        return found
