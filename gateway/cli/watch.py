@@ -12,7 +12,7 @@ from gateway.cli.options import Output, OutputOption, ServerOption, connect
 
 if TYPE_CHECKING:
     from gateway.api.proto import admin_pb2 as admin
-    from gateway.api.records import PoolRecord, SiteStatus
+    from gateway.api.records import GroupRecord, PoolRecord, SiteStatus
 
 
 def register(app: typer.Typer) -> None:
@@ -83,11 +83,16 @@ def _rank_rows(pool: PoolRecord) -> list[tuple[object, ...]]:
 def _group_rows(pool: PoolRecord) -> list[tuple[object, ...]]:
     rows: list[tuple[object, ...]] = []
     for group in pool.groups:
-        state = f"{group.state} {group.progress:.0%}" if group.state == "loading" else group.state
+        state = f"{group.state} {group.progress:.0%}" if group.state == "loading" else group.residency or group.state
         shape = f"{group.tensor_parallel}×{group.pipeline_parallel}"
         ranks = ",".join(map(str, group.ranks))
-        rows.append((group.model, pool.pool, ranks, shape, group.precision, state, group.running, group.waiting, group.reason))
+        rows.append((group.model, pool.pool, ranks, shape, group.precision, state, group.running, group.waiting, _note(group)))
     return rows
+
+
+def _note(group: GroupRecord) -> str:
+    standby = f"{printing.size(group.standby_bytes)} standing by" if group.standby_bytes else ""
+    return "; ".join(part for part in (standby, group.reason) if part)
 
 
 def _yes(value: bool) -> str:

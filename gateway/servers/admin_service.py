@@ -22,6 +22,7 @@ from gateway.api.runtime import Runtime
 from gateway.servers.admin_describe import describe, route_statuses
 from gateway.servers.admin_plan import Planner, after_writes
 from gateway.servers.grpc_errors import abort
+from gateway.servers.residency import set_residency
 from gateway.state.connection import LOST, refused
 from gateway.state.diff import yaml_diff
 from gateway.state.edits import Put, Write, apply_edit, rollback_edit, switch_edit
@@ -63,6 +64,7 @@ class AdminService(AdminServicer):
         self.view = view
         self._store = store
         self._site = runtime.site
+        self._secret = runtime.secret
         self._history = History(store)
         self._planner = Planner(Path(runtime.cache_dir))
 
@@ -175,6 +177,12 @@ class AdminService(AdminServicer):
             return pb.RestoreResponse(revision=await self._store.revision())
         written = await self._store.restore(held, _actor(context))
         return pb.RestoreResponse(written=written, revision=await self._store.revision())
+
+    @_answering
+    async def SetResidency(self, request: pb.SetResidencyRequest, context: Context) -> pb.SetResidencyResponse:
+        _, observed = await self._read(context)
+        states = await set_residency(observed.pools.values(), self._secret, request.model, request.residency)
+        return pb.SetResidencyResponse(states=states)
 
     def _check_store(self) -> None:
         """A change to a store that was emptied would be the beginning of another site."""

@@ -74,6 +74,10 @@ class SiteClient:
     def restore(self, snapshot_json: str = "", *, discard: bool = False) -> admin.RestoreResponse:
         return self._call(self._admin.Restore, admin.RestoreRequest(snapshot_json=snapshot_json, discard=discard))
 
+    def set_residency(self, model: str, residency: str) -> dict[str, str]:
+        answer = self._call(self._admin.SetResidency, admin.SetResidencyRequest(model=model, residency=residency))
+        return dict(answer.states)
+
     def events(self, *, follow: bool, last: int) -> Iterator[admin.Event]:
         timeout_s = None if follow else CALL_TIMEOUT_S
         return self._stream(self._admin.Events, admin.EventsRequest(follow=follow, last=last), timeout_s)

@@ -213,3 +213,24 @@ class Event(_message.Message):
     actor: str
     detail_json: str
     def __init__(self, id: _Optional[str] = ..., time_unix: _Optional[float] = ..., kind: _Optional[str] = ..., subject: _Optional[str] = ..., message: _Optional[str] = ..., actor: _Optional[str] = ..., detail_json: _Optional[str] = ...) -> None: ...
+
+class SetResidencyRequest(_message.Message):
+    __slots__ = ("model", "residency")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    RESIDENCY_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    residency: str
+    def __init__(self, model: _Optional[str] = ..., residency: _Optional[str] = ...) -> None: ...
+
+class SetResidencyResponse(_message.Message):
+    __slots__ = ("states",)
+    class StatesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    STATES_FIELD_NUMBER: _ClassVar[int]
+    states: _containers.ScalarMap[str, str]
+    def __init__(self, states: _Optional[_Mapping[str, str]] = ...) -> None: ...

@@ -79,6 +79,11 @@ class AdminStub:
                 request_serializer=gateway_dot_api_dot_proto_dot_admin__pb2.EventsRequest.SerializeToString,
                 response_deserializer=gateway_dot_api_dot_proto_dot_admin__pb2.Event.FromString,
                 _registered_method=True)
+        self.SetResidency = channel.unary_unary(
+                '/modelyard.v1.Admin/SetResidency',
+                request_serializer=gateway_dot_api_dot_proto_dot_admin__pb2.SetResidencyRequest.SerializeToString,
+                response_deserializer=gateway_dot_api_dot_proto_dot_admin__pb2.SetResidencyResponse.FromString,
+                _registered_method=True)
         self.Backup = channel.unary_unary(
                 '/modelyard.v1.Admin/Backup',
                 request_serializer=gateway_dot_api_dot_proto_dot_admin__pb2.BackupRequest.SerializeToString,
@@ -152,6 +157,13 @@ class AdminServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetResidency(self, request, context):
+        """Parks, wakes or unloads a model in every pool that holds it. Returns before it is done; desired state does not change.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Backup(self, request, context):
         """The whole desired state as it is stored, or without the store as this gateway holds it.
         """
@@ -214,6 +226,11 @@ def add_AdminServicer_to_server(servicer, server):
                     servicer.Events,
                     request_deserializer=gateway_dot_api_dot_proto_dot_admin__pb2.EventsRequest.FromString,
                     response_serializer=gateway_dot_api_dot_proto_dot_admin__pb2.Event.SerializeToString,
+            ),
+            'SetResidency': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetResidency,
+                    request_deserializer=gateway_dot_api_dot_proto_dot_admin__pb2.SetResidencyRequest.FromString,
+                    response_serializer=gateway_dot_api_dot_proto_dot_admin__pb2.SetResidencyResponse.SerializeToString,
             ),
             'Backup': grpc.unary_unary_rpc_method_handler(
                     servicer.Backup,
@@ -469,6 +486,33 @@ class Admin:
             '/modelyard.v1.Admin/Events',
             gateway_dot_api_dot_proto_dot_admin__pb2.EventsRequest.SerializeToString,
             gateway_dot_api_dot_proto_dot_admin__pb2.Event.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetResidency(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/modelyard.v1.Admin/SetResidency',
+            gateway_dot_api_dot_proto_dot_admin__pb2.SetResidencyRequest.SerializeToString,
+            gateway_dot_api_dot_proto_dot_admin__pb2.SetResidencyResponse.FromString,
             options,
             channel_credentials,
             insecure,
