@@ -25,6 +25,7 @@ class Domain:
     used: set[int] = field(default_factory=set)  # ranks with reservations
     used_free: list[tuple[int, int]] = field(default_factory=list)  # of `free`, those in use
     sort: int = 0  # domains of one sort are alike while none of their devices is in use
+    type: str = ""  # of its devices
 
     def fitting(self, need_bytes: int) -> int:
         """How many devices have so much free."""
@@ -54,18 +55,18 @@ class FreeMemory:
             key = (device.pool, device.node, device.nvlink_domain)
             domain = domains.get(key)
             if domain is None:
-                domain = domains[key] = Domain(key, device.kind)
+                domain = domains[key] = Domain(key, device.kind, type=device.type)
             place = (device.pool, device.rank)
             self._domain_of[place] = domain
             self._free[place] = max(0, device.capacity_bytes - device.foreign_bytes)
             domain.free.append((self._free[place], -device.rank))
         self.pools: dict[str, list[Domain]] = {}
         self.domains = [domains[key] for key in sorted(domains)]
-        sorts: dict[tuple[int, ...], int] = {}
+        sorts: dict[tuple, int] = {}
         for index, domain in enumerate(self.domains):
             domain.index = index
             domain.free.sort()
-            domain.sort = sorts.setdefault(tuple(amount for amount, _ in domain.free), len(sorts))
+            domain.sort = sorts.setdefault((domain.type, *(amount for amount, _ in domain.free)), len(sorts))
             self.pools.setdefault(domain.key[0], []).append(domain)
         self._stale: set[Domain] = set()  # whose lists are behind `_free`
         self._in_use: dict[str, set[Domain]] = {}  # by kind

@@ -3,18 +3,21 @@
 1. Keep every placed group that still fits its model's request (sticky: a plan moves nothing without need) and shares no
    device with another one of its model.
 2. Order the models that lack groups by what is hardest to place; the order in which they were added does not matter.
-3. For each group: the smallest tensor x pipeline product first; the domains whose devices fit and hold no other group of
-   the model (Filter); the best of them, away from the model's other groups (Score); all of its ranks or none (Reserve).
-4. A model with fewer groups than replicas keeps its reasons, per pool and per device.
+3. For each group: the smallest tensor x pipeline product first; the domains whose devices fit, hold no other group of the
+   model and are fast enough for its SLO (Filter); the best of them, away from the model's other groups, and where a load is
+   expected on devices that it does not crowd, if there are any (Score); all of its ranks or none (Reserve).
+4. A model with fewer groups than replicas keeps its reasons, per pool and per device; one whose groups cannot carry its
+   expected load has a note.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
-from placement.footprint import group_footprint
+from placement.candidate import Candidate, PoolFacts, allowed, pool_facts
 from placement.free_memory import Domain, FreeMemory
+from placement.load import BusyDevices, load_notes, share_of
 from placement.parallelism import degree_problems, degrees
 from placement.refusal import DEVICES_LISTED, refusal
 from placement.remedies import remedies
@@ -29,29 +32,6 @@ def place(snapshot: Snapshot, policy: Policy = BALANCE) -> Plan:
     return Packer(snapshot, policy).plan()
 
 
-@dataclass
-class _Pool:
-    name: str
-    kind: str
-    devices: int
-    largest_domain: int
-
-
-@dataclass
-class _Model:
-    request: ModelRequest
-    replicas: Replicas = field(default_factory=Replicas)
-    placed: int = 0  # groups
-    sizes: dict[tuple[int, int, str], tuple[int, ...]] = field(default_factory=dict)
-
-    def stage_bytes(self, tensor_parallel: int, pipeline_parallel: int, kind: str) -> tuple[int, ...]:
-        """Bytes on each rank of every stage."""
-        key = (tensor_parallel, pipeline_parallel, kind)
-        if key not in self.sizes:
-            self.sizes[key] = tuple(stage.total for stage in group_footprint(self.request, *key))
-        return self.sizes[key]
-
-
 class Packer:
     """One plan in the making; afterwards `place_one` adds to it what comes later."""
 
@@ -60,13 +40,14 @@ class Packer:
         self._policy = policy
         self._devices = {(device.pool, device.rank): device for device in snapshot.devices}
         self.free = FreeMemory(snapshot.devices)
-        self._pools = {name: _pool(name, domains) for name, domains in self.free.pools.items()}
+        self.busy = BusyDevices()
+        self._pools = {name: pool_facts(name, domains) for name, domains in self.free.pools.items()}
         # kind -> (largest domain, devices of the largest pool): what bounds the degrees to try
         self._bounds: dict[str, tuple[int, int]] = {}
         for pool in self._pools.values():
             domain, devices = self._bounds.get(pool.kind, (0, 0))
             self._bounds[pool.kind] = (max(domain, pool.largest_domain), max(devices, pool.devices))
-        self._models = {request.name: _Model(request) for request in snapshot.models}
+        self._models = {request.name: Candidate(request) for request in snapshot.models}
 
     def plan(self, order: Order | None = None) -> Plan:
         """`order` is of models of equal priority; by default the most bytes first."""
@@ -88,11 +69,12 @@ class Packer:
             loads=tuple(loads),
             unloads=tuple(unloads),
             refusals={name: refusals[name] for name in sorted(refusals)},
+            notes=load_notes(self._snapshot.models, self._devices, (*kept, *loads)),
         )
 
     def place_one(self, request: ModelRequest) -> PlacedGroup | None:
         """One more group of a model, reserved; None when there is no place, and nothing changed."""
-        model = self._models.setdefault(request.name, _Model(request))
+        model = self._models.setdefault(request.name, Candidate(request))
         group = self._search(model)
         if group is not None:
             if not self.free.reserve(group.pool, group.ranks, group.bytes_per_rank):
@@ -103,9 +85,9 @@ class Packer:
     def fits(self, request: ModelRequest) -> bool:
         """Whether `place_one` would find a place; nothing is reserved."""
         known = self._models.get(request.name)
-        return self._search(_Model(request, known.replicas if known else Replicas())) is not None
+        return self._search(Candidate(request, known.replicas if known else Replicas())) is not None
 
-    def _search(self, model: _Model) -> PlacedGroup | None:
+    def _search(self, model: Candidate) -> PlacedGroup | None:
         request = model.request
         if degree_problems(request):
             return None
@@ -133,38 +115,67 @@ class Packer:
                 for pair in degrees(request, pool.kind, pool.largest_domain, pool.devices)
             }
             for pool in self._pools.values()
-            if _allowed(request, pool)
+            if allowed(request, pool)
         }
         blocked = {
-            name for name in needs if name in model.replicas.ranks and self._search(_Model(replace(request, pools=(name,))))
+            name for name in needs if name in model.replicas.ranks and self._search(Candidate(replace(request, pools=(name,))))
         }
-        reasons = refusal(request, model.placed, self._snapshot.devices, self.free, needs, model.replicas, blocked)
+        slow = {
+            name: [model.slo_problem(*pair, domain) for pair in needs[name] for domain in self.free.pools[name]] for name in needs
+        }
+        reasons = refusal(request, model.placed, self._snapshot.devices, self.free, needs, model.replicas, blocked, slow)
         if len(self._devices) > DEVICES_LISTED:
             return reasons
         return reasons + remedies(request, self.fits)
 
-    def _find(self, model: _Model, tensor: int, pipeline: int, kind: str) -> tuple[str, tuple[int, ...]] | None:
+    def _find(self, model: Candidate, tensor: int, pipeline: int, kind: str) -> tuple[str, tuple[int, ...]] | None:
         """(pool, ranks stage-major) of the best place for one group."""
         sizes = model.stage_bytes(tensor, pipeline, kind)
         ranking = self.free.ranking(kind, tensor)
         if not ranking or ranking[-1][0] < min(sizes):
             return None
+        if model.request.load is not None:
+            found = self._find_among(model, tensor, pipeline, kind, sizes, uncrowded=True)
+            if found is not None:
+                return found
+        return self._find_among(model, tensor, pipeline, kind, sizes, uncrowded=False)
+
+    def _find_among(
+        self, model: Candidate, tensor: int, pipeline: int, kind: str, sizes: tuple[int, ...], *, uncrowded: bool
+    ) -> tuple[str, tuple[int, ...]] | None:
         if pipeline == 1:
-            spot = self._one_stage(model, tensor, sizes[0], kind)
+            spot = self._one_stage(model, tensor, sizes[0], kind, uncrowded=uncrowded)
             return None if spot is None else (spot.domain.key[0], spot.ranks)
         best, replicas = None, model.replicas
         for pool in self._candidates(model.request, kind):
-            domains = [replicas.rest(domain) for domain in self.free.pools[pool.name]]
+            able = self._able(model, tensor, pipeline, pool, uncrowded=uncrowded)
+            domains = [replicas.rest(domain) for domain in able]
             found = place_stages(domains, tensor, sizes, self._policy, replicas.closeness)
             if found is not None and (best is None or (found.score, pool.name) < best[0]):
                 best = ((found.score, pool.name), found.ranks)
         return None if best is None else (best[0][1], best[1])
 
-    def _one_stage(self, model: _Model, tensor: int, need_bytes: int, kind: str) -> Spot | None:
+    def _able(self, model: Candidate, tensor: int, pipeline: int, pool: PoolFacts, *, uncrowded: bool) -> list[Domain]:
+        """Domains of the pool that are fast enough for the model; of these the devices that it does not crowd."""
+        able = [domain for domain in self.free.pools[pool.name] if not model.slo_problem(tensor, pipeline, domain)]
+        if not uncrowded:
+            return able
+        rest = []
+        for domain in able:
+            share = share_of(model.request, tensor, pipeline, domain.kind, domain.type)
+            crowded = self.busy.crowded_with(pool.name, share)
+            rest.append(domain.without(crowded) if crowded else domain)
+        return rest
+
+    def _one_stage(self, model: Candidate, tensor: int, need_bytes: int, kind: str, *, uncrowded: bool) -> Spot | None:
         """The best spot that is farthest from the model's other groups and shares no device with them."""
         request, replicas = model.request, model.replicas
-        if request.pools:
-            domains = [domain for pool in self._candidates(request, kind) for domain in self.free.pools[pool.name]]
+        if request.pools or request.slo is not None or request.load is not None:
+            domains = [
+                domain
+                for pool in self._candidates(request, kind)
+                for domain in self._able(model, tensor, 1, pool, uncrowded=uncrowded)
+            ]
             spots = iter(self._policy.among(domains, tensor, need_bytes))
         else:
             spots = self._policy.everywhere(self.free, kind, tensor, need_bytes, replicas.closeness)
@@ -187,7 +198,7 @@ class Packer:
                 break
         return best_spot
 
-    def _candidates(self, request: ModelRequest, kind: str) -> list[_Pool]:
+    def _candidates(self, request: ModelRequest, kind: str) -> list[PoolFacts]:
         names = request.pools or self._pools
         return [self._pools[name] for name in sorted(names) if name in self._pools and self._pools[name].kind == kind]
 
@@ -209,11 +220,16 @@ class Packer:
                 unloads.append(group)
         return sorted(kept, key=_by_place), sorted(unloads, key=_by_place)
 
-    def _add(self, model: _Model, group: PlacedGroup) -> None:
+    def _add(self, model: Candidate, group: PlacedGroup) -> None:
         """A group that has been reserved."""
         domains = (self.free.domain(group.pool, rank) for rank in group.ranks)
-        model.replicas.add(group, {domain for domain in domains if domain is not None})
+        known = {domain for domain in domains if domain is not None}
+        model.replicas.add(group, known)
         model.placed += 1
+        if model.request.load is not None and known:
+            kind, type_ = next((domain.kind, domain.type) for domain in known)
+            degrees_ = (group.tensor_parallel, group.pipeline_parallel)
+            self.busy.add(group.pool, group.ranks, share_of(model.request, *degrees_, kind, type_))
 
     def _keeping_order(self, group: PlacedGroup) -> tuple:
         """Pinned and important models first: where a device shrank, others make room."""
@@ -225,7 +241,7 @@ class Packer:
         pool = self._pools.get(group.pool)
         return (
             pool is not None
-            and _allowed(request, pool)
+            and allowed(request, pool)
             and request.tensor_parallel in (None, group.tensor_parallel)
             and request.pipeline_parallel in (None, group.pipeline_parallel)
             and self._stages_are_whole(group)
@@ -246,19 +262,10 @@ def _total_bytes(request: ModelRequest, single_rank_bytes: int) -> tuple:
     return (-single_rank_bytes,)
 
 
-def _difficulty(model: _Model, order: Order) -> tuple:
+def _difficulty(model: Candidate, order: Order) -> tuple:
     request = model.request
     single = sum(model.stage_bytes(1, 1, request.device or "cuda"))
     return -request.priority, not request.pinned, *order(request, single), request.name
-
-
-def _pool(name: str, domains: list[Domain]) -> _Pool:
-    sizes = [len(domain.free) for domain in domains]
-    return _Pool(name, domains[0].kind, sum(sizes), max(sizes))
-
-
-def _allowed(request: ModelRequest, pool: _Pool) -> bool:
-    return (not request.pools or pool.name in request.pools) and request.device in (None, pool.kind)
 
 
 def _by_place(group: PlacedGroup) -> tuple:

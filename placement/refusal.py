@@ -24,11 +24,13 @@ def refusal(
     needs: Mapping[str, Needs],
     replicas: Replicas,
     blocked: Collection[str],
+    slow: Mapping[str, Collection[str]],
 ) -> tuple[Reason, ...]:
     """The first reason is about the model and tells the whole story; then one a pool, then one a device.
 
     `needs` has the pools that the model may use, each with the degrees that are possible there; `replicas` its groups that
-    are placed, and `blocked` the pools where one more would fit if it could share devices with these.
+    are placed, `blocked` the pools where one more would fit if it could share devices with these, and `slow` by pool how each
+    of the degrees would miss its SLO there (empty where it would not).
     """
     problems = degree_problems(request)
     if problems:
@@ -40,6 +42,7 @@ def refusal(
         return (Reason("no_device", "the site has no pool with a live device; apply a Pool, or wait for its ranks"),)
     pools = [
         _outside(request, name, members)
+        or _slow(name, slow.get(name, ()))
         or _pool_reason(request, name, len(members), free, needs.get(name, {}), replicas, name in blocked)
         for name, members in by_pool.items()
     ]
@@ -65,6 +68,13 @@ def _outside(request: ModelRequest, pool: str, devices: list[Device]) -> Reason 
     if request.device and devices[0].kind != request.device:
         return Reason("device_kind", f"pool `{pool}` is {devices[0].kind}, it asks for {request.device}", pool)
     return None
+
+
+def _slow(pool: str, problems: Collection[str]) -> Reason | None:
+    """Only where nothing that is possible there would be fast enough; the widest split is the fastest."""
+    if not problems or not all(problems):
+        return None
+    return Reason("slo", f"pool `{pool}` is too slow for it ({list(problems)[-1]})", pool)
 
 
 def _pool_reason(

@@ -34,6 +34,8 @@ def _that_fit(request: ModelRequest, fits: Callable[[ModelRequest], bool]) -> It
         free = replace(request, tensor_parallel=None, pipeline_parallel=None)
         if fits(free):
             yield "tensor_parallel auto with pipeline_parallel auto"
+    if request.slo and fits(replace(request, slo=None)):
+        yield "it without its slo"
     if request.pools and fits(replace(request, pools=())):
         yield "another pool (its `pools` leaves them out)"
 

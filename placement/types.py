@@ -48,6 +48,8 @@ class ModelShape:
     # False for GGUF, whose blocks are repacked or de-quantized when they are loaded.
     resident_as_stored: bool = True
     expert_intermediate: int = 0  # of one expert; 0: no experts
+    experts: int = 0  # routed experts of a layer, and how many of them a token goes through; 0: not known
+    experts_per_token: int = 0
     layer_windows: tuple[int, ...] = ()  # tokens of sliding-window attention by layer, 0: all; empty: all of all layers
     # Multi-head latent attention: elements of the one compressed vector a token and layer, copied on every shard; 0: none.
     latent_elements: int = 0
@@ -65,6 +67,36 @@ class Measured:
     device: str
     weights: tuple[int, ...]
     workspace: tuple[int, ...]  # with communication and graphs
+
+
+@dataclass(frozen=True)
+class MeasuredSpeed:
+    """What steps of one worker group truly took: see `placement.speed`. `type` as in `Device`."""
+
+    tensor_parallel: int
+    pipeline_parallel: int
+    device: str
+    type: str
+    base_s: float
+    sequence_s: float
+    prompt_token_s: float
+
+
+@dataclass(frozen=True)
+class Slo:
+    """What a model promises each request while it runs its full concurrency. None: nothing."""
+
+    first_token_s: float | None = None  # of a prompt of `prompt_tokens`
+    token_s: float | None = None  # between two tokens
+    prompt_tokens: int = 512
+
+
+@dataclass(frozen=True)
+class Load:
+    """Tokens of answers that are asked of a model, all replicas together."""
+
+    mean_tokens_per_s: float
+    peak_tokens_per_s: float
 
 
 @dataclass(frozen=True)
@@ -89,6 +121,9 @@ class ModelRequest:
     priority: int = 0
     pinned: bool = False
     measured: tuple[Measured, ...] = ()
+    measured_speed: tuple[MeasuredSpeed, ...] = ()
+    slo: Slo | None = None
+    load: Load | None = None
 
 
 @dataclass(frozen=True)
@@ -104,6 +139,7 @@ class Device:
     healthy: bool = True
     cordoned: bool = False
     nvlink_domain: str = ""
+    type: str = ""  # as NVML names it; what it can do is in `placement.hardware`
 
 
 @dataclass(frozen=True)
@@ -137,10 +173,13 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Plan:
-    """What should be where. `groups` contains the kept ones too; `refusals` every model with fewer groups than replicas."""
+    """What should be where. `groups` contains the kept ones too; `refusals` every model with fewer groups than replicas, `notes`
+    what is to be known of models that have their places.
+    """
 
     groups: tuple[PlacedGroup, ...]
     kept: tuple[PlacedGroup, ...] = ()
     loads: tuple[PlacedGroup, ...] = ()
     unloads: tuple[PlacedGroup, ...] = ()
     refusals: dict[str, tuple[Reason, ...]] = field(default_factory=dict)
+    notes: dict[str, tuple[Reason, ...]] = field(default_factory=dict)

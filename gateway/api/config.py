@@ -56,6 +56,33 @@ class LimitsSpec(Strict):
     batch_tokens: int = Field(default=512, ge=16, description="Tokens a step may compute (prefill chunks plus decodes).")
 
 
+class SloSpec(Strict):
+    """What each request is promised while the model runs its full concurrency. Placement chooses degrees and devices for it."""
+
+    first_token_ms: float | None = Field(default=None, gt=0, description="To the first token of `prompt_tokens` tokens.")
+    token_ms: float | None = Field(default=None, gt=0, description="Between two tokens of one answer.")
+    prompt_tokens: int = Field(default=512, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> SloSpec:
+        if self.first_token_ms is None and self.token_ms is None:
+            raise ValueError("an slo needs first_token_ms or token_ms")
+        return self
+
+
+class LoadSpec(Strict):
+    """What is expected of a model, all replicas together. Placement keeps models that are busy together apart."""
+
+    mean_tokens_per_s: float = Field(ge=0, description="Tokens of answers in a second, on average.")
+    peak_tokens_per_s: float = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> LoadSpec:
+        if self.peak_tokens_per_s < self.mean_tokens_per_s:
+            raise ValueError("peak_tokens_per_s must not be below mean_tokens_per_s")
+        return self
+
+
 class CanarySpec(Strict):
     """The prompt a worker group must answer before it serves (rule 8). Greedy, `max_tokens` long."""
 
@@ -96,6 +123,8 @@ class ModelSpec(Strict):
     limits: LimitsSpec = LimitsSpec()
     kv: KvSpec = KvSpec()
     canary: CanarySpec = CanarySpec()
+    slo: SloSpec | None = None
+    load: LoadSpec | None = Field(default=None, description="Expected load; see `yard simulate` for what a trace would need.")
     chat_template: str | None = Field(default=None, description="Jinja template that replaces the checkpoint's own.")
 
     @model_validator(mode="after")

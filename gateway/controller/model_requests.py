@@ -14,7 +14,7 @@ from gateway.api.checkpoint import Checkpoint, open_checkpoint
 from gateway.api.config import ModelSpec
 from gateway.api.errors import YardError
 from gateway.state.view import ModelEntry
-from placement.types import ModelRequest
+from placement.types import Load, ModelRequest, Slo
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +52,19 @@ def model_request(name: str, spec: ModelSpec, checkpoint: Checkpoint) -> ModelRe
         pools=spec.pools,
         priority=spec.priority,
         pinned=spec.residency == "resident",
+        slo=_slo(spec),
+        load=Load(spec.load.mean_tokens_per_s, spec.load.peak_tokens_per_s) if spec.load else None,
+    )
+
+
+def _slo(spec: ModelSpec) -> Slo | None:
+    if spec.slo is None:
+        return None
+    first_ms, token_ms = spec.slo.first_token_ms, spec.slo.token_ms
+    return Slo(
+        first_token_s=None if first_ms is None else first_ms / 1000,
+        token_s=None if token_ms is None else token_ms / 1000,
+        prompt_tokens=spec.slo.prompt_tokens,
     )
 
 

@@ -23,6 +23,8 @@ LAST_BACKOFF_S = 30.0
 # What changes in place; everything else of a spec needs another load.
 _IN_PLACE = {
     "canary",
+    "load",
+    "slo",
     "pools",
     "priority",
     "replicas",

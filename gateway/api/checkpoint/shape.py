@@ -67,6 +67,8 @@ def read_shape(
         precision=precision,
         resident_as_stored=resident_as_stored,
         expert_intermediate=_experts_width(text),
+        experts=_first(text, "num_local_experts", "num_experts", "n_routed_experts"),
+        experts_per_token=_first(text, "num_experts_per_tok", "moe_topk"),
         layer_windows=_windows(text, layers),
         latent_elements=int(text.get("kv_lora_rank") or 0) and int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0),
     )
@@ -110,9 +112,14 @@ def _head_dim(config: dict[str, Any], default: int) -> int:
 
 
 def _experts_width(config: dict[str, Any]) -> int:
-    if not (config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")):
+    if not _first(config, "num_local_experts", "num_experts", "n_routed_experts"):
         return 0
     return _number(config, "moe_intermediate_size", "intermediate_size")
+
+
+def _first(config: dict[str, Any], *names: str) -> int:
+    """0 when it has none of them."""
+    return next((int(config[name]) for name in names if config.get(name)), 0)
 
 
 def _windows(config: dict[str, Any], layers: int) -> tuple[int, ...]:
