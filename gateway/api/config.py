@@ -239,6 +239,11 @@ class PoolSpec(Strict):
     device: Literal["cpu", "cuda"] = "cpu"
     devices: int = Field(default=1, ge=1, le=1024)
     memory: Bytes | None = Field(default=None, description="Ledger capacity per device. Default: cuda: what the card has free.")
+    engines: tuple[Literal["torch", "trtllm"], ...] = Field(
+        default=("torch", "trtllm"),
+        min_length=1,
+        description="What may compute in it. Without torch no rank process of ours takes memory on its devices.",
+    )
     node_labels: dict[str, str] = Field(default_factory=dict, description="Ray node labels that its nodes must carry.")
     rank_grace_s: float = Field(default=60.0, ge=1, description="A rank that finds no driver for so long frees itself and exits.")
 
@@ -246,6 +251,8 @@ class PoolSpec(Strict):
     def _check(self) -> PoolSpec:
         if self.device == "cpu" and self.memory is None:
             raise ValueError("memory is needed for a cpu pool: say how many bytes each rank may hold, for example 2GiB")
+        if self.device == "cpu" and "torch" not in self.engines:
+            raise ValueError("a cpu pool computes with torch; add it to engines, or use device: cuda")
         return self
 
 
@@ -282,7 +289,35 @@ class ListenSpec(Strict):
 
 
 class EngineSpec(Strict):
-    python: str | None = Field(default=None, description="Interpreter of the engine's own environment.")
+    """TensorRT-LLM on this site. It pins its own torch and transformers, so it runs in an interpreter of its own."""
+
+    python: str | None = Field(default=None, description="Interpreter of the engine's own environment, the same on all nodes.")
+    orchestrator: Literal["mpi", "ray"] = Field(
+        default="mpi",
+        description="mpi: the library's ranks are MPI processes of its own server. ray: actors in the pool's placement group; "
+        "needs Ray and Python of the site's own versions in the engine's environment.",
+    )
+    launch: Literal["spawn", "mpiexec"] = Field(
+        default="spawn",
+        description="With mpi. spawn: the library spawns its ranks, on one node. mpiexec: they are launched around its server, "
+        "which is what groups over several nodes need.",
+    )
+    park: Literal["auto", "reload"] = Field(
+        default="auto", description="auto: by release and resume where the version can. reload: always by unloading."
+    )
+    gpu_share: float = Field(
+        default=0.03, gt=0, le=0.1, description="With ray: what each of its actors books of a bundle's GPU. Books, not limits."
+    )
+    start_timeout_s: float = Field(default=1800.0, ge=10, description="From the start of its process until a model is loaded.")
+    telemetry: bool = Field(default=False, description="Whether the library may send usage data home.")
+    environment: dict[str, str] = Field(
+        default_factory=dict,
+        description="Variables for its processes, such as NCCL_SOCKET_IFNAME. They get few others.",
+    )
+    artifacts: str | None = Field(
+        default=None,
+        description="Directory of built engines and quantized checkpoints, on all nodes. Default: the cache.",
+    )
 
 
 class SiteSpec(Strict):
