@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gateway.api.config import TenantSpec
-from gateway.api.errors import ErrorCode, YardError, invalid
+from gateway.api.errors import ErrorCode, YardError, invalid, shortened
 from gateway.routing.ask import Quality
 from gateway.state.view import SiteView
 
@@ -35,7 +35,7 @@ class Caller:
             allowed = ", ".join(self.spec.routes)
             raise YardError(
                 ErrorCode.DENIED,
-                f"tenant `{self.tenant}` may not ask `{name}`; it may ask {allowed}; see spec.routes of the Tenant",
+                f"tenant `{self.tenant}` may not ask `{shortened(name)}`; it may ask {allowed}; see spec.routes of the Tenant",
                 field="model",
             )
 
@@ -51,11 +51,12 @@ def identify(view: SiteView, headers: Mapping[str, str]) -> Caller:
     if view.key_owners:
         tenant = _owner(view, headers.get(AUTHORIZATION, ""))
         if named and named != tenant:
-            raise YardError(ErrorCode.DENIED, f"the API key is not one of tenant `{named}`", field=TENANT_HEADER)
+            raise YardError(ErrorCode.DENIED, f"the API key is not one of tenant `{shortened(named)}`", field=TENANT_HEADER)
     else:
         tenant = named
         if tenant and tenant not in view.tenants:
-            raise YardError(ErrorCode.DENIED, f"there is no tenant `{tenant}`; apply it, or leave it out", field=TENANT_HEADER)
+            unknown = f"there is no tenant `{shortened(tenant)}`; apply it, or leave it out"
+            raise YardError(ErrorCode.DENIED, unknown, field=TENANT_HEADER)
     spec = view.tenants.get(tenant, TenantSpec())
     return Caller(tenant, spec, _priority(headers, spec), _quality(headers), headers)
 
@@ -80,7 +81,7 @@ def _quality(headers: Mapping[str, str]) -> Quality | None:
         case "precise":
             return "precise"
         case other:
-            raise invalid(f"{QUALITY_HEADER} is {other!r}; it must be fast or precise", QUALITY_HEADER)
+            raise invalid(f"{QUALITY_HEADER} is {shortened(other)!r}; it must be fast or precise", QUALITY_HEADER)
 
 
 def _priority(headers: Mapping[str, str], spec: TenantSpec) -> int:
@@ -91,5 +92,5 @@ def _priority(headers: Mapping[str, str], spec: TenantSpec) -> int:
     try:
         asked = int(text)
     except ValueError:
-        raise invalid(f"{PRIORITY_HEADER} is {text!r}; it must be a whole number", PRIORITY_HEADER) from None
+        raise invalid(f"{PRIORITY_HEADER} is {shortened(text)!r}; it must be a whole number", PRIORITY_HEADER) from None
     return max(_LOWEST_PRIORITY, min(asked, spec.priority))

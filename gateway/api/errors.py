@@ -81,3 +81,8 @@ def not_found(message: str) -> YardError:
 
 def unavailable(message: str, retry_after_s: float = 1.0) -> YardError:
     return YardError(ErrorCode.UNAVAILABLE, message, retry_after_s=retry_after_s)
+
+
+def shortened(text: str, characters: int = 128) -> str:
+    """For what came from outside and is named in a message: its beginning, and how much was left out."""
+    return text if len(text) <= characters else f"{text[:characters]}… ({len(text)} characters)"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.api.config import RouteRuleSpec, RouteSpec
-from gateway.api.errors import not_found
+from gateway.api.errors import not_found, shortened
 from gateway.routing.ask import Ask
 from gateway.state.view import ModelEntry, RouteEntry, SiteView
 
@@ -145,6 +145,7 @@ def names(view: SiteView) -> list[RouteEntry]:
 
 
 def _unknown(view: SiteView, name: str) -> str:
+    name = shortened(name)
     known = [route.name for route in names(view)]
     if not known:
         return f"no model or route `{name}`: the site has none yet; apply a Model manifest"

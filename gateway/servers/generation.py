@@ -26,6 +26,8 @@ from gateway.servers.submits import prompt_tokens, submits
 REPLICA_WAIT_S = 10.0
 # How long an answer that a stop string ended here waits for what the pool says of it. Drivers say it within a step.
 SETTLE_S = 0.25
+# The longest deadline that a Submit can say (uint32): 49 days.
+LONGEST_TIMEOUT_MS = 2**32 - 1
 
 
 @dataclass(slots=True)
@@ -205,7 +207,7 @@ class Generation:
     def _submit(self, link: PoolLink) -> None:
         timeout_ms = 0
         if self.request.deadline is not None:
-            timeout_ms = int((self.request.deadline - self._loop.time()) * 1000)
+            timeout_ms = int(min((self.request.deadline - self._loop.time()) * 1000, LONGEST_TIMEOUT_MS))
             if timeout_ms < 1:
                 raise self._deadline_error()
         for submit in self._submits:

@@ -9,6 +9,7 @@ from grpc_health.v1 import health_pb2
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_health.v1.health_pb2_grpc import HealthServicer
 
+from gateway.api.errors import shortened
 from gateway.servers.generation_path import GenerationPath
 
 SERVING = HealthCheckResponse.SERVING
@@ -57,7 +58,7 @@ class HealthService(HealthServicer):
     async def Check(self, request: HealthCheckRequest, context: grpc.aio.ServicerContext) -> HealthCheckResponse:
         status = self._statuses.get(request.service)
         if status is None:
-            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service, route or model `{request.service}`")
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service, route or model `{shortened(request.service)}`")
         return HealthCheckResponse(status=status)
 
     async def Watch(self, request: HealthCheckRequest, context: grpc.aio.ServicerContext) -> None:

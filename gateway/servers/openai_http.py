@@ -18,7 +18,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from gateway.admission.caller import identify
-from gateway.api.errors import ErrorCode, YardError, invalid
+from gateway.api.errors import ErrorCode, YardError, invalid, shortened
 from gateway.api.grpc_options import MAX_MESSAGE_BYTES
 from gateway.api.proto.pool_pb2 import Hold
 from gateway.routing import route_table
@@ -36,6 +36,7 @@ from gateway.state.snapshot import ObjectKey
 log = logging.getLogger(__name__)
 
 TIMEOUT_HEADER = "x-modelyard-timeout-ms"
+MAX_TIMEOUT_DIGITS = 15
 Parse = Callable[[dict[str, Any], str, float | None, str], ApiRequest]
 
 
@@ -244,8 +245,12 @@ def _deadline(headers: Headers) -> float | None:
     value = headers.get(TIMEOUT_HEADER)
     if value is None:
         return None
-    if not value.isdigit():
-        raise invalid(f"{TIMEOUT_HEADER} must be a number of milliseconds, not {value!r}", TIMEOUT_HEADER)
+    if not (value.isascii() and value.isdigit() and len(value) <= MAX_TIMEOUT_DIGITS):
+        raise invalid(
+            f"{TIMEOUT_HEADER} must be a whole number of milliseconds of at most {MAX_TIMEOUT_DIGITS} digits, "
+            f"not {shortened(value, 40)!r}",
+            TIMEOUT_HEADER,
+        )
     return asyncio.get_running_loop().time() + int(value) / 1000
 
 

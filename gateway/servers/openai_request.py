@@ -12,6 +12,7 @@ from gateway.api.errors import invalid
 from gateway.servers.request import GenerationRequest, Sampling
 
 MAX_PROMPTS = 64
+MAX_MESSAGE_DEPTH = 32
 COMPLETION_MAX_TOKENS = 16  # what OpenAI's /v1/completions takes when max_tokens is absent
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -49,6 +50,8 @@ def parse_body(raw: bytes) -> dict[str, Any]:
         body = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
         raise invalid(f"the body is not JSON: {error}") from error
+    except RecursionError as error:
+        raise invalid("the body is nested too deeply") from error
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
     return body
@@ -161,17 +164,22 @@ class _Fields:
 
     def integer(self, name: str) -> int | None:
         value = self.body.get(name)
-        if isinstance(value, float) and value.is_integer():
+        if isinstance(value, float) and value.is_integer() and abs(value) < 2**64:
             value = int(value)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
             raise self._wrong(name, "an integer", value)
+        if value is not None and not -(2**63) <= value < 2**64:
+            raise invalid(f"{self._prefix}{name} is too large: it must have at most 64 bits", self._prefix + name)
         return value
 
     def number(self, name: str) -> float | None:
         value = self.body.get(name)
         if value is not None and (not isinstance(value, int | float) or isinstance(value, bool)):
             raise self._wrong(name, "a number", value)
-        return value
+        try:
+            return None if value is None else float(value)
+        except OverflowError:
+            raise invalid(f"{self._prefix}{name} is too large for a number", self._prefix + name) from None
 
     def boolean(self, name: str, default: bool = False) -> bool:
         value = self.body.get(name)
@@ -243,7 +251,16 @@ def _message(message: Any, name: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise invalid(f"{name}.role must be system, user, assistant or tool", f"{name}.role")
+    if not _within(message, MAX_MESSAGE_DEPTH):
+        raise invalid(f"{name} is nested more than {MAX_MESSAGE_DEPTH} levels deep", name)
     return {**message, "role": role, "content": _content(message.get("content"), f"{name}.content")}
+
+
+def _within(value: Any, levels: int) -> bool:
+    """Whether it is nested at most so deep: what walks it later calls itself for each level."""
+    if isinstance(value, dict):
+        return levels > 0 and all(_within(part, levels - 1) for part in value.values())
+    return not isinstance(value, list) or (levels > 0 and all(_within(part, levels - 1) for part in value))
 
 
 def _content(content: Any, name: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,17 +63,40 @@ class GenerationRequest:
         return self.names.get(name, name)
 
 
-# field, lowest, highest, whether the lowest itself is allowed
-_RANGES: tuple[tuple[str, float, float, bool], ...] = (
-    ("temperature", 0.0, math.inf, True),
-    ("top_p", 0.0, 1.0, False),
-    ("min_p", 0.0, 1.0, True),
-    ("repetition_penalty", 0.0, math.inf, False),
-    ("presence_penalty", -2.0, 2.0, True),
-    ("frequency_penalty", -2.0, 2.0, True),
-    ("top_k", 0, 2**31 - 1, True),
-    ("seed", 0, UINT64 - 1, True),
-)
+@dataclass(frozen=True, slots=True)
+class _Range:
+    """What a sampling value may be, and 0 besides where that switches it off. Engines compute with 32 bit, in which smaller or
+    larger values would become 0, infinite, or too coarse to compute with; so that is how they are compared."""
+
+    lowest: float
+    highest: float
+    or_zero: bool = False
+
+    def holds(self, value: float) -> bool:
+        near = float32(value)
+        return (self.or_zero and value == 0) or float32(self.lowest) <= near <= float32(self.highest)
+
+    def __str__(self) -> str:
+        return f"{'0, or ' if self.or_zero else ''}from {self.lowest:g} to {self.highest:g}"
+
+
+_RANGES = {
+    "temperature": _Range(1e-6, 100.0, or_zero=True),
+    "top_p": _Range(1e-9, 1.0),
+    "min_p": _Range(1e-9, 1.0, or_zero=True),
+    "repetition_penalty": _Range(0.01, 100.0),
+    "presence_penalty": _Range(-2.0, 2.0),
+    "frequency_penalty": _Range(-2.0, 2.0),
+}
+_INTEGER_RANGES = {"top_k": (0, 2**31 - 1), "seed": (0, UINT64 - 1)}
+
+
+def float32(value: float) -> float:
+    """What is left of a number in 32 bit; infinite when it is too large for it."""
+    try:
+        return struct.unpack("f", struct.pack("f", value))[0]
+    except OverflowError:
+        return math.copysign(math.inf, value)
 
 
 def check(request: GenerationRequest) -> None:
@@ -88,14 +112,14 @@ def check(request: GenerationRequest) -> None:
     ):
         raise invalid(f"request_id must be at most {MAX_REQUEST_ID_CHARACTERS} printable ASCII characters", "request_id")
     _check_counts(request)
-    for name, lowest, highest, inclusive in _RANGES:
+    for name, allowed in _RANGES.items():
         value = getattr(request.sampling, name)
-        if value is None:
-            continue
-        if not math.isfinite(value) or value > highest or value < lowest or (value == lowest and not inclusive):
-            raise invalid(
-                f"{request.named(name)} is {value:g}; it must be {_interval(lowest, highest, inclusive)}", request.named(name)
-            )
+        if value is not None and not allowed.holds(value):
+            raise invalid(f"{request.named(name)} is {value:g}; it must be {allowed}", request.named(name))
+    for name, (lowest, highest) in _INTEGER_RANGES.items():
+        value = getattr(request.sampling, name)
+        if value is not None and not lowest <= value <= highest:
+            raise invalid(f"{request.named(name)} is {value}; it must be from {lowest} to {highest}", request.named(name))
 
 
 def check_messages(messages: Sequence[dict[str, Any]]) -> None:
@@ -118,12 +142,6 @@ def _check_counts(request: GenerationRequest) -> None:
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
         name = request.named("logprobs")
         raise invalid(f"{name} is {request.logprobs}; it must be 0 to {MAX_LOGPROBS}", name)
-
-
-def _interval(lowest: float, highest: float, inclusive: bool) -> str:
-    if highest == math.inf:
-        return f"{'at least' if inclusive else 'above'} {lowest:g}"
-    return f"{'from' if inclusive else 'above'} {lowest:g} {'to' if inclusive else 'and at most'} {highest:g}"
 
 
 def check_ids(ids: Sequence[int], vocabulary_size: int, name: str) -> None:
@@ -164,20 +182,22 @@ def answer_budget(request: GenerationRequest, prompt_tokens: int, max_context: i
 
 
 def resolved_sampling(request: GenerationRequest, defaults: dict[str, Any], rng: random.Random) -> SamplingParams:
-    """Explicit values, else the model's generation config, else the neutral ones of inference.proto."""
+    """Explicit values, else those of the model's generation config that can be computed with, else the neutral ones of
+    inference.proto."""
 
     def value(name: str, neutral: float) -> float:
         explicit = getattr(request.sampling, name)
         if explicit is not None:
             return explicit
         own = defaults.get(name)
-        return own if isinstance(own, int | float) else neutral
+        allowed = _RANGES.get(name)
+        return own if isinstance(own, int | float) and (allowed is None or allowed.holds(own)) else neutral
 
     seed = request.sampling.seed
     return SamplingParams(
         temperature=value("temperature", 1.0),
         top_p=value("top_p", 1.0),
-        top_k=int(value("top_k", 0)),
+        top_k=max(0, min(int(value("top_k", 0)), 2**31 - 1)),
         min_p=value("min_p", 0.0),
         repetition_penalty=value("repetition_penalty", 1.0),
         presence_penalty=value("presence_penalty", 0.0),
