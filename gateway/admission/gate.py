@@ -16,6 +16,8 @@ RATE_MEMORY = 0.1
 CAUTION = 1.15
 """Times are averages, and an answer that comes too late has cost the same as one in time."""
 LONGEST_RETRY_S = 30.0
+SPENT_S = 0.002
+"""A deadline so near passes before anything could be answered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -80,8 +82,8 @@ class Gate:
 
     `enter`, in order:
     1. Nobody waits and there is room, or none of this gateway's is inside: let through at once.
-    2. It cannot be expected to be answered before its deadline (requests that wait, times the time between two ends, and what
-       it takes itself): RESOURCE_EXHAUSTED at once, with the time after which it is worth trying.
+    2. Its deadline has passed: DEADLINE. It cannot be expected to be answered before it (requests that wait, times the time
+       between two ends, and what it takes itself): RESOURCE_EXHAUSTED at once, with the time after which it is worth trying.
     3. It waits. When the queue is full, whoever has most in it by weight loses its last (see `FairQueue`). When its turn
        comes and what is left is too short by then, it is refused too: computing it would only make others late.
     """
@@ -109,8 +111,8 @@ class Gate:
             return ticket
         state = self._models[model]
         loop = asyncio.get_running_loop()
-        if deadline is not None and loop.time() + state.done_s(cost, len(state.queue) + 1) > deadline:
-            raise self._too_late(model, state)
+        if deadline is not None and (error := self._late(model, state, deadline, cost, ahead=len(state.queue) + 1)) is not None:
+            raise error
         entry = _Entry(loop.create_future(), count, cost, deadline)
         waiting = Waiting(entry, caller.tenant, caller.spec.weight, caller.priority, cost, loop.time())
         refused = state.queue.push(waiting, self._limit(model))
@@ -148,8 +150,11 @@ class Gate:
             if waiting is None or waiting.who.through.done():
                 continue
             entry = waiting.who
-            if entry.deadline is not None and now_s + state.done_s(entry.cost, 0) > entry.deadline:
-                entry.through.set_exception(self._too_late(model, state))
+            if (
+                entry.deadline is not None
+                and (error := self._late(model, state, entry.deadline, entry.cost, ahead=0)) is not None
+            ):
+                entry.through.set_exception(error)
                 continue
             state.inside += entry.count
             entry.through.set_result(None)
@@ -158,7 +163,13 @@ class Gate:
         room = self._room(model, state.inside)
         return room is None or room >= count or not state.inside
 
-    def _too_late(self, model: str, state: _Model) -> YardError:
+    def _late(self, model: str, state: _Model, deadline: float, cost: float, *, ahead: int) -> YardError | None:
+        """A deadline that has passed is always said to have passed; one that will have is a matter of load."""
+        left_s = deadline - asyncio.get_running_loop().time()
+        if left_s < SPENT_S:
+            return YardError(ErrorCode.DEADLINE, f"the deadline passed before it was the request's turn for model `{model}`")
+        if left_s >= state.done_s(cost, ahead):
+            return None
         wait_s = len(state.queue) * state.interval_s
         return self._refusal(
             model, state, f"{len(state.queue)} requests wait, about {wait_s:.1f} s, which the deadline does not allow"

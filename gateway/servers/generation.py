@@ -116,11 +116,18 @@ class Generation:
     async def _beginning(self) -> AsyncIterator[None]:
         """Until the deadline; what ends it early ends the generation."""
         try:
+            if self._is_late:
+                raise self._deadline_error()
             async with asyncio.timeout_at(self.request.deadline):
                 yield
         except TimeoutError as error:
             self.close()
             raise self._deadline_error() from error
+        except YardError as error:
+            self.close()
+            if self._is_late and error.retry_after_s is not None:
+                raise self._deadline_error() from error  # there is no trying again for who has no time left (rule 10)
+            raise
         except BaseException:
             self.close()
             raise
@@ -318,7 +325,7 @@ class Generation:
             raise self._deadline_error() from late
         except YardError as second:
             self.close()
-            raise error from second
+            raise (self._deadline_error() if self._is_late else error) from second
 
     async def _follow_route(self) -> None:
         """The route may have been switched since the request came, or have another target that can answer."""
@@ -379,6 +386,10 @@ class Generation:
             raise self._deadline_error()
         if self._closed:
             raise YardError(ErrorCode.CANCELLED, "the client left")
+
+    @property
+    def _is_late(self) -> bool:
+        return self.request.deadline is not None and self._loop.time() >= self.request.deadline
 
     def _deadline_error(self) -> YardError:
         return YardError(ErrorCode.DEADLINE, f"the deadline passed after {self.tokens} tokens of the answer")

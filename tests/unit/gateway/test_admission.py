@@ -307,3 +307,27 @@ async def test_whoever_the_gate_refuses_has_used_no_quota(lone: LoneGateway, poo
         sequence.end("length", tokens=[5, 6])
     await asyncio.gather(*running)
     await until(lambda: counted.balance == 10)
+
+
+async def test_rule_10_a_deadline_that_has_passed_is_said_to_have_passed(lone: LoneGateway, pool: ScriptedPool) -> None:
+    """rule 10: also when the queue is full, or when there is no replica to try."""
+    lone.put_model("m", concurrency=1, queue=0)
+    request = pb.GenerateRequest(model="m", prompt="x", max_tokens=1)
+    running = [lone.inference.Generate(request, timeout=10) for _ in range(2)]
+    sequences = [await pool.next() for _ in running]
+    # As a gate that knows how long requests take.
+    lone.path.gate._models["m"].cost_s = lone.path.gate._models["m"].interval_s = 1.0
+    body = {"model": "m", "prompt": "x", "max_tokens": 1}
+    async with httpx.AsyncClient(base_url=lone.http) as client:
+        for milliseconds in ("0", "1"):
+            late = await client.post("/v1/completions", json=body, headers={"x-modelyard-timeout-ms": milliseconds})
+            assert late.status_code == 504, late.text
+        short = await client.post("/v1/completions", json=body, headers={"x-modelyard-timeout-ms": "900"})
+        assert short.status_code == 429, short.text
+        for sequence in sequences:
+            sequence.end("length", tokens=[5])
+        await asyncio.gather(*running)
+        await pool.stop()
+        await lone.wait_up("a", False)
+        late = await client.post("/v1/completions", json=body, headers={"x-modelyard-timeout-ms": "50"})
+        assert late.status_code == 504, late.text
