@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -39,7 +40,9 @@ def rollback(
 ) -> None:
     """Undo the last switch of a route."""
     with connect(server) as client:
-        _show(client.rollback_route(route, force=force), "is back where it was", output)
+        answer = client.rollback_route(route, force=force)
+        targets = ", ".join(_targets(client.get("Route", route)))
+        _show(answer, f"is back at {targets or 'what it had'}", output)
 
 
 def _show(answer: admin.SwitchRouteResponse, what: str, output: Output) -> None:
@@ -55,3 +58,12 @@ def _show(answer: admin.SwitchRouteResponse, what: str, output: Output) -> None:
         "committed_unix": answer.committed_unix,
     }
     printing.document(content, output)
+
+
+def _targets(answer: admin.GetResponse) -> list[str]:
+    """`model`, or `model 90 %` where there are several."""
+    targets = [target for item in answer.objects for target in json.loads(item.manifest_json)["spec"]["targets"]]
+    total = sum(target.get("weight", 100) for target in targets)
+    if len(targets) == 1:
+        return [targets[0]["model"]]
+    return [f"{target['model']} {100 * target.get('weight', 100) / total:.0f} %" for target in targets if total]

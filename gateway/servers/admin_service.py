@@ -28,6 +28,7 @@ from gateway.state.diff import yaml_diff
 from gateway.state.edits import Put, Write, apply_edit, rollback_edit, switch_edit
 from gateway.state.history import History
 from gateway.state.placement_record import load_placement
+from gateway.state.pool_gate import guarded
 from gateway.state.route_gate import Readiness, gated
 from gateway.state.snapshot import Backup, ObjectKey, Observed, Snapshot
 from gateway.state.store import SiteStore
@@ -74,7 +75,8 @@ class AdminService(AdminServicer):
         puts = [_put(item) for item in request.objects]
         edit: Edit = functools.partial(apply_edit, puts=puts)
         if not request.force:
-            edit = gated(edit, await self._readiness(), explicit=False)
+            pools = (await self._store.observed()).pools
+            edit = guarded(gated(edit, Readiness(pools.values()), explicit=False), pools)
         commit = await self._store.transact(edit, _actor(context))
         return pb.ApplyResponse(changes=[_change(write) for write in commit.writes], revision=commit.revision)
 

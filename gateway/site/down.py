@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from gateway.api.errors import ErrorCode, YardError
 from gateway.site import ray_head, state, valkey
 from gateway.site.board import Board
@@ -23,7 +25,7 @@ def down(home: Home, board: Board) -> state.SiteState | None:
         raise YardError(
             ErrorCode.CONFLICT, f"`yard up` (pid {found.owner.pid}) is still starting this site; stop it with Ctrl-C first"
         )
-    if is_complete(found):
+    if is_complete(found, ("ray",)):  # draining needs Ray only
         state.save(home, found)
         with board.step("applications", "draining"):
             _undeploy(home, found)
@@ -32,13 +34,13 @@ def down(home: Home, board: Board) -> state.SiteState | None:
     return found
 
 
-def is_complete(found: state.SiteState) -> bool:
-    """Whether every server that the site started still runs."""
+def is_complete(found: state.SiteState, servers: Collection[str] = tuple(_ESSENTIAL)) -> bool:
+    """Whether these of the servers that the site started still run."""
     if found.boot_id != state.boot_id() or not found.ray_address:
         return False
     for name, leader in found.sessions.items():
         running = {process_name(process) for process in members([leader])}
-        if not _ESSENTIAL[name] <= running:
+        if name in servers and not _ESSENTIAL[name] <= running:
             return False
     return True
 

@@ -35,6 +35,7 @@ _FAILURE_GRACE_S = 5.0
 _POLL_S = 0.25
 _SERVE_POLL_S = 2.0
 _CANARY_TIMEOUT_S = 60.0
+_INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CANARY_PROMPT = "What is the capital of France?"
 
 
@@ -135,8 +136,9 @@ class _Start:
         self._start_servers()
         from gateway.site import deployment
 
-        deployment.connect(self.state.ray_address)
-        self._is_connected = True
+        with _interrupts_held():  # half of a Ray client cannot be ended, and takes the process with it
+            deployment.connect(self.state.ray_address)
+            self._is_connected = True
         with SiteClient(self.state.grpc_address, secrets.site) as client:
             self._deploy(client, secrets.site)
             result = self._bring_up(client)
@@ -347,14 +349,27 @@ def _answers(client: SiteClient) -> bool:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """A second Ctrl-C must not leave half of a site behind."""
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, signal.SIG_IGN) for number in signals]
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C and SIGTERM take effect at the end."""
+    came: list[int] = []
+    before = [signal.signal(number, lambda number, _: came.append(number)) for number in _INTERRUPTS]
     try:
         yield
     finally:
-        for number, handler in zip(signals, before, strict=True):
+        for number, handler in zip(_INTERRUPTS, before, strict=True):
+            signal.signal(number, handler)
+        for number in came[:1]:
+            os.kill(os.getpid(), number)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A second Ctrl-C must not leave half of a site behind."""
+    before = [signal.signal(number, signal.SIG_IGN) for number in _INTERRUPTS]
+    try:
+        yield
+    finally:
+        for number, handler in zip(_INTERRUPTS, before, strict=True):
             signal.signal(number, handler)
 
 

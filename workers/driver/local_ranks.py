@@ -12,6 +12,7 @@ from pathlib import Path
 from gateway.api.errors import unavailable
 from workers.driver.launcher import RANK_MODULE, rank_command, rank_environment
 from workers.driver.rank_link import listens
+from workers.driver.scratch import clear_scratch, make_scratch
 from workers.rank.config import RankConfig, endpoint_path, pid_path, socket_path
 
 START_TIMEOUT_S = 180.0  # importing torch takes 2 s on an idle core, and a minute where 20 processes share it
@@ -44,7 +45,7 @@ class LocalRanks:
         with (directory / "ranks.log").open("ab") as log:
             self._process = await asyncio.create_subprocess_exec(
                 *rank_command(self._config, self._ranks, self._module),
-                env=rank_environment(self._config, self._ranks, os.environ),
+                env=rank_environment(self._config, self._ranks, os.environ) | make_scratch(directory, os.environ),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -86,7 +87,7 @@ async def wait_listening(addresses: list[str], process: asyncio.subprocess.Proce
 
 
 def end_leftovers(directory: Path, ranks: int) -> None:
-    """Kill rank processes of this pool that an earlier run left, and remove their sockets."""
+    """Kill rank processes of this pool that an earlier run left, and remove their sockets and shared memory."""
     for rank in range(ranks):
         with contextlib.suppress(OSError, ValueError):
             pid = int(pid_path(directory, rank).read_text())
@@ -94,6 +95,7 @@ def end_leftovers(directory: Path, ranks: int) -> None:
                 os.kill(pid, signal.SIGKILL)
         for left in (pid_path(directory, rank), socket_path(directory, rank), endpoint_path(directory, rank)):
             left.unlink(missing_ok=True)
+    clear_scratch(directory, os.environ)
 
 
 def tail(log: Path, lines: int = 15) -> str:

@@ -20,6 +20,7 @@ import ray
 from gateway.api.errors import unavailable
 from workers.driver.launcher import rank_command, rank_environment
 from workers.driver.local_ranks import end_leftovers, tail
+from workers.driver.scratch import make_scratch
 from workers.rank.config import RankConfig, endpoint_path, pid_path, socket_path
 
 NAMESPACE = "modelyard"
@@ -80,7 +81,7 @@ class RankHost:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 rank_command(config, ranks),
-                env=rank_environment(config, ranks, os.environ),
+                env=rank_environment(config, ranks, os.environ) | make_scratch(self._directory, os.environ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

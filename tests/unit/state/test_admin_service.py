@@ -43,8 +43,8 @@ class Admin:
         request = pb.SwitchRouteRequest(route="chat", to_model=to_model, generation=generation, force=force)
         return await self.stub.SwitchRoute(request, metadata=ACTOR)
 
-    async def observe(self, *groups: GroupRecord, message: str = "") -> None:
-        ranks = tuple(RankRecord(index, "node-1", 1, "cpu", 2**31) for index in range(2))
+    async def observe(self, *groups: GroupRecord, message: str = "", ledger: tuple[tuple[str, str, int], ...] = ()) -> None:
+        ranks = tuple(RankRecord(index, "node-1", 1, "cpu", 2**31, ledger) for index in range(2))
         record = PoolRecord("p", "127.0.0.1:1", "i", "node-1", 1, "cpu", 1, 1, 0.0, ranks=ranks, groups=groups, message=message)
         await self.store.redis.set(self.store.keys.pool("p"), msgspec.json.encode(record))
         await self.store.redis.sadd(self.store.keys.pools, "p")
@@ -305,3 +305,16 @@ async def test_a_backup_fills_an_empty_store(admin: Admin, own_valkey: ValkeySer
     assert await elsewhere.restore(backup, "ann") == 2
     assert (await elsewhere.snapshot()).objects == (await admin.store.snapshot()).objects
     await elsewhere.close()
+
+
+async def test_a_pool_does_not_shrink_under_what_it_holds(admin: Admin) -> None:
+    await admin.apply(pool("p", device="cpu", devices=2, memory="2GiB"), model("a"))
+    group = GroupRecord("a", 1, 1, (1,), 1, 1, "ready")
+    await admin.observe(group, ledger=(("a", "weights", 2**30), ("a", "kv_used", 2**30), ("", "foreign", 2**30)))
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await admin.apply(pool("p", device="cpu", devices=1, memory="512MiB"))
+    assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    assert "spec.devices 1 takes away ranks that a run on" in str(refused.value.details())
+    assert "spec.memory 0.50 GiB is less than the 1.00 GiB that a need on rank 0" in str(refused.value.details())
+    assert (await admin.apply(pool("p", device="cpu", devices=2, memory="1GiB"))).changes[0].action == "changed"
+    assert (await admin.apply(pool("p", device="cpu", devices=1, memory="512MiB"), force=True)).changes[0].action == "changed"

@@ -151,6 +151,8 @@ async def test_a_switch_keeps_what_was_before_and_rollback_brings_it_back(store:
 
     with pytest.raises(YardError, match="generation 1 was given, the store has 3"):
         await store.switch_route("r", "b", generation=1, actor="ann")
+    with pytest.raises(YardError, match="rolled back already"):
+        await store.rollback_route("r", actor="ann")
 
 
 async def test_a_route_never_switched_cannot_be_rolled_back(store: SiteStore) -> None:
