@@ -13,11 +13,12 @@ from gateway.text.stop_strings import StopStringMatcher
 
 @dataclass(slots=True)
 class TokenLogprob:
-    """`raw` may be part of a character."""
+    """`raw` may be part of a character. `offset` counts the characters of the answer before the one that it begins or is in."""
 
     token_id: int
     raw: bytes
     logprob: float
+    offset: int = 0
     alternatives: list[TokenLogprob] = field(default_factory=list)
 
 
@@ -155,7 +156,7 @@ class ChoiceStream:
     def _logprob(self, token: int, given: Logprob) -> TokenLogprob:
         raw = self._text.token_bytes
         alternatives = [
-            TokenLogprob(other, raw(other), value)
+            TokenLogprob(other, raw(other), value, self._produced)
             for other, value in zip(given.alternative_ids, given.alternative_logprobs, strict=False)
         ]
-        return TokenLogprob(token, raw(token), given.logprob, alternatives)
+        return TokenLogprob(token, raw(token), given.logprob, self._produced, alternatives)

@@ -46,7 +46,7 @@ class ChatFormat:
     chunk_object = "chat.completion.chunk"
     id_prefix = "chatcmpl-"
 
-    def __init__(self, choices: int) -> None:
+    def __init__(self) -> None:
         self._begun: set[int] = set()
 
     def whole(self, delta: ChoiceDelta, wants_logprobs: bool) -> dict[str, Any]:
@@ -84,9 +84,6 @@ class CompletionFormat:
     chunk_object = "text_completion"
     id_prefix = "cmpl-"
 
-    def __init__(self, choices: int) -> None:
-        self._offsets = [0] * choices
-
     def whole(self, delta: ChoiceDelta, wants_logprobs: bool) -> dict[str, Any]:
         return {
             "index": delta.index,
@@ -104,22 +101,16 @@ class CompletionFormat:
         }
 
     def _logprobs(self, delta: ChoiceDelta) -> dict[str, Any]:
-        """`text_offset` counts characters of the answer; `top_logprobs` always holds the chosen token too."""
-        tokens = [_text(logprob) for logprob in delta.logprobs]
-        offsets = []
-        offset = self._offsets[delta.index]
-        for logprob in delta.logprobs:
-            offsets.append(offset)
-            offset += len(logprob.raw.decode("utf-8", "ignore"))
-        self._offsets[delta.index] = offset
+        """`text_offset`: where in the answer each token's text begins, in characters; the tokens of one character share it.
+        `top_logprobs` always holds the chosen token too."""
         return {
-            "tokens": tokens,
+            "tokens": [_text(logprob) for logprob in delta.logprobs],
             "token_logprobs": [logprob.logprob for logprob in delta.logprobs],
             "top_logprobs": [
                 {_text(one): one.logprob for one in (*logprob.alternatives, logprob)} if logprob.alternatives else None
                 for logprob in delta.logprobs
             ],
-            "text_offset": offsets,
+            "text_offset": [logprob.offset for logprob in delta.logprobs],
         }
 
 

@@ -255,8 +255,7 @@ def _deadline(headers: Headers) -> float | None:
 
 
 def _format(request: ApiRequest) -> ChatFormat | CompletionFormat:
-    choices = len(request.generations) * request.generations[0].n
-    return ChatFormat(choices) if request.chat else CompletionFormat(choices)
+    return ChatFormat() if request.chat else CompletionFormat()
 
 
 def _head(request: ApiRequest, generation: Generation, kind: str) -> dict[str, Any]:

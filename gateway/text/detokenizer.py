@@ -21,7 +21,7 @@ class Detokenizer(Protocol):
     def feed(self, ids: Sequence[int]) -> str: ...
 
     def finish(self) -> str:
-        """What is still held; an unfinished character becomes U+FFFD."""
+        """What is still held. The beginning of a character that never came is dropped: it is no text."""
         ...
 
 
@@ -39,7 +39,8 @@ class ByteDetokenizer:
         return self._decoder.decode(table[ids[0]] if len(ids) == 1 else b"".join([table[token] for token in ids]))
 
     def finish(self) -> str:
-        return self._decoder.decode(b"", True)
+        self._decoder.reset()
+        return ""
 
 
 class RingDetokenizer:
@@ -65,8 +66,9 @@ class RingDetokenizer:
         if not self._pending:
             return ""
         text = self._tokenizer.decode(self._context + self._pending)[len(self._context_text) :]
+        written = REPLACEMENT in (self._tokenizer.id_to_token(self._pending[-1]) or "")  # the model wrote U+FFFD itself
         self._pending = []
-        return text
+        return text if written else text.rstrip(REPLACEMENT)
 
     def _take(self, token: int) -> str:
         self._pending.append(token)

@@ -124,7 +124,9 @@ async def test_logprobs_in_both_formats(client: openai.AsyncOpenAI, pool: Script
     completion = await client.completions.create(model="m", prompt="one", logprobs=2)
     logprobs = completion.choices[0].logprobs
     assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.text_offset) == len(content)
+    # The four tokens of the emoji are all at its place.
     assert logprobs.text_offset[0] == 0
+    assert logprobs.text_offset[-len(halves) :] == [2] * len(halves)
     streamed = []
     stream = await client.chat.completions.create(
         model="m", messages=[{"role": "user", "content": "hi"}], logprobs=True, top_logprobs=2, stream=True

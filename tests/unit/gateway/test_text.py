@@ -76,7 +76,9 @@ def test_any_ids_in_any_chunking(kind: str, texts: dict, data: st.DataObject, cu
 @given(data=st.data())
 def test_byte_level_is_exact_for_all_ids(texts: dict, reference: dict, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, texts["byte_level"].vocabulary_size - 1), max_size=20))
-    assert streamed(texts["byte_level"].detokenizer([]), [[token] for token in ids]) == reference["byte_level"].decode(ids)
+    result = streamed(texts["byte_level"].detokenizer([]), [[token] for token in ids])
+    # The library marks a character that is not whole at the end; we leave it out.
+    assert reference["byte_level"].decode(ids) in (result, result + "\ufffd")
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
@@ -90,11 +92,22 @@ def test_an_emoji_comes_whole(kind: str, texts: dict, reference: dict) -> None:
     assert "".join(detokenizer.feed([token]) for token in ids).strip() == FAMILY
 
 
-def test_an_unfinished_character_at_the_end_is_marked(texts: dict, reference: dict) -> None:
-    ids = reference["byte_level"].encode("a😀", add_special_tokens=False).ids[:-1]
-    detokenizer = texts["byte_level"].detokenizer([])
-    assert detokenizer.feed(ids) == "a"
-    assert detokenizer.finish() == "\ufffd"
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+def test_rule_17_an_unfinished_character_at_the_end_is_dropped(kind: str, texts: dict, reference: dict) -> None:
+    """rule 17: an answer that max_tokens ends inside a character has nothing of that character."""
+    whole = reference[kind].encode("a", add_special_tokens=False).ids
+    parts = reference[kind].encode("😀", add_special_tokens=False).ids[-4:-1]
+    detokenizer = texts[kind].detokenizer([])
+    assert detokenizer.feed(whole + parts).strip() == "a"
+    assert detokenizer.finish() == ""
+
+
+def test_rule_17_of_other_tokenizers_too(texts: dict, reference: dict) -> None:
+    """rule 17: the detokenizer that looks at neighbours drops it as well."""
+    tokenizer = reference["byte_level"]
+    ids = tokenizer.encode("a😀", add_special_tokens=False).ids[:-1]
+    detokenizer = RingDetokenizer(tokenizer)
+    assert detokenizer.feed(ids) + detokenizer.finish() == "a"
 
 
 def test_which_detokenizer(texts: dict) -> None:
