@@ -41,7 +41,7 @@ def model_request(name: str, spec: ModelSpec, checkpoint: Checkpoint) -> ModelRe
         replicas=spec.replicas,
         tensor_parallel=None if spec.tensor_parallel == "auto" else spec.tensor_parallel,
         pipeline_parallel=None if spec.pipeline_parallel == "auto" else spec.pipeline_parallel,
-        context=min(spec.context or checkpoint.max_context, checkpoint.max_context),
+        context=spec.context or checkpoint.max_context,
         concurrency=spec.limits.concurrency,
         kv_floor_bytes=spec.kv.floor,
         kv_ceiling_bytes=spec.kv.ceiling,
@@ -115,6 +115,10 @@ class Checkpoints:
             reading.task = asyncio.create_task(self._read(spec.source, reading), name=f"read {spec.source}")
         if reading.checkpoint is None:
             return AskedModel(spec, generation, None, reading.problem)
+        longest = reading.checkpoint.max_context
+        if spec.context is not None and spec.context > longest:
+            problem = f"spec.context is {spec.context}, and {spec.source} takes at most {longest} tokens; lower it or leave it"
+            return AskedModel(spec, generation, None, problem)
         return AskedModel(spec, generation, model_request(name, spec, reading.checkpoint))
 
     async def _read(self, source: str, reading: _Reading) -> None:

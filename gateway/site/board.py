@@ -16,6 +16,8 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from gateway.api.errors import ErrorCode, YardError
+
 _PLAIN_INTERVAL_S = 2.0
 
 
@@ -26,7 +28,7 @@ class Step:
     name: str
     note: str = ""
     fraction: float | None = None
-    state: str = "running"  # running, done, failed
+    state: str = "running"  # running, done, failed, stopped
     began_s: float = field(default_factory=time.monotonic)
     ended_s: float | None = None
     printed: str = ""
@@ -58,13 +60,14 @@ class Board:
 
     @contextmanager
     def step(self, name: str, note: str = "") -> Iterator[Step]:
-        """Done when the block ends, failed when it raises. The block sets `note` and `fraction` through `update`."""
+        """Done when the block ends, failed when it raises, stopped when somebody did. `update` sets note and fraction."""
         self.update(name, note)
         step = self._steps[name]
         try:
             yield step
-        except BaseException:
-            self._end(step, "failed")
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt) or (isinstance(error, YardError) and error.code is ErrorCode.CANCELLED)
+            self._end(step, "stopped" if stopped else "failed")
             raise
         self._end(step, "done")
 

@@ -97,11 +97,14 @@ async def test_a_plan_says_why_something_fits_nowhere(tmp_path: Path, checkpoint
         snapshot(pool("p")),
         model("big", source=checkpoint, tensor_parallel=1, pipeline_parallel=1, kv={"floor": "3GiB"}),
         model("odd", source=checkpoint, tensor_parallel=3),
+        model("long", source=checkpoint, context=129),
     )
     plan = {row.model: row for row in await Planner(tmp_path).plan(after, record(), ())}
     assert (plan["big"].action, plan["big"].pool) == ("none", "")
     assert "needs 1 × 3.1 GiB, largest free device in pool `p` has 2.0 GiB" in plan["big"].reasons[0]
     assert "heads" in plan["odd"].reasons[0]
+    assert "spec.context is 129, and file:" in plan["long"].reasons[0]
+    assert "takes at most 128 tokens" in plan["long"].reasons[0]
 
 
 async def test_a_pool_of_unknown_size_is_said_to_be_so(tmp_path: Path, checkpoint: str) -> None:
