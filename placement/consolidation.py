@@ -41,6 +41,8 @@ def consolidate(snapshot: Snapshot, rounds: int | None = None, steps: int = _SEA
     """
     if rounds is None:
         rounds = max(8, min(48, 6000 // (len(snapshot.devices) + len(snapshot.models) + 1)))
+    # Nothing takes turns: the question is what all of it needs at once.
+    snapshot = replace(snapshot, devices=tuple(replace(device, standby_bytes=0) for device in snapshot.devices))
     before = Counter(snapshot.placed)
     best: _Packed | None = None
     for round_ in range(-1 if snapshot.placed else 0, rounds):

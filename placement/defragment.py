@@ -64,6 +64,8 @@ def make_room(snapshot: Snapshot, request: ModelRequest, degree: int, busy: Coll
 
     `busy` names models that must not move now. None when no room can be made by moving each group at most once.
     """
+    # Those that take turns have no memory to give.
+    snapshot = replace(snapshot, placed=tuple(group for group in snapshot.placed if not group.standby))
     requests = {model.name: model for model in snapshot.models}
     stay = {name for name, model in requests.items() if model.pinned} | set(busy) | {request.name}
     free = _free_after(snapshot)

@@ -6,7 +6,9 @@
 3. For each group: the smallest tensor x pipeline product first; the domains whose devices fit, hold no other group of the
    model and are fast enough for its SLO (Filter); the best of them, away from the model's other groups, and where a load is
    expected on devices that it does not crowd, if there are any (Score); all of its ranks or none (Reserve).
-4. A model with fewer groups than replicas keeps its reasons, per pool and per device; one whose groups cannot carry its
+4. A group that finds no memory beside the others is placed where it takes turns with them, if host memory has room for what
+   stands by, and the model is not pinned.
+5. A model with fewer groups than replicas keeps its reasons, per pool and per device; one whose groups cannot carry its
    expected load has a note.
 """
 
@@ -24,6 +26,7 @@ from placement.remedies import remedies
 from placement.replicas import Replicas
 from placement.scoring import BALANCE, Policy, Spot
 from placement.stages import place_stages
+from placement.standby import StandbyMemory
 from placement.types import ModelRequest, PlacedGroup, Plan, Reason, Snapshot
 
 
@@ -41,6 +44,7 @@ class Packer:
         self._devices = {(device.pool, device.rank): device for device in snapshot.devices}
         self.free = FreeMemory(snapshot.devices)
         self.busy = BusyDevices()
+        self._standby = StandbyMemory(snapshot.devices)
         self._pools = {name: pool_facts(name, domains) for name, domains in self.free.pools.items()}
         # kind -> (largest domain, devices of the largest pool): what bounds the degrees to try
         self._bounds: dict[str, tuple[int, int]] = {}
@@ -55,13 +59,15 @@ class Packer:
         loads: list[PlacedGroup] = []
         refusals: dict[str, tuple[Reason, ...]] = {}
         lacking = [model for model in self._models.values() if model.placed < model.request.replicas]
-        for model in sorted(lacking, key=lambda model: _difficulty(model, order or _total_bytes)):
-            while model.placed < model.request.replicas:
-                group = self.place_one(model.request)
-                if group is None:
-                    refusals[model.request.name] = self.reasons(model.request)
-                    break
-                loads.append(group)
+        lacking.sort(key=lambda model: _difficulty(model, order or _total_bytes))
+        for search in (self._search, self._search_standby):  # memory of their own for all, before any takes turns
+            for model in lacking:
+                while model.placed < model.request.replicas and (group := search(model)) is not None:
+                    self._enter(model, group)
+                    loads.append(group)
+        for model in lacking:
+            if model.placed < model.request.replicas:
+                refusals[model.request.name] = self.reasons(model.request)
         loads.sort(key=_by_place)
         return Plan(
             groups=tuple(kept) + tuple(loads),
@@ -75,30 +81,61 @@ class Packer:
     def place_one(self, request: ModelRequest) -> PlacedGroup | None:
         """One more group of a model, reserved; None when there is no place, and nothing changed."""
         model = self._models.setdefault(request.name, Candidate(request))
-        group = self._search(model)
+        group = self._search(model) or self._search_standby(model)
         if group is not None:
-            if not self.free.reserve(group.pool, group.ranks, group.bytes_per_rank):
-                raise AssertionError(f"model {request.name}: the search chose ranks without room: {group}")
-            self._add(model, group)
+            self._enter(model, group)
         return group
+
+    def _enter(self, model: Candidate, group: PlacedGroup) -> None:
+        if not self._reserve(group):
+            raise AssertionError(f"model {group.model}: the search chose ranks without room: {group}")
+        self._add(model, group)
+
+    def _reserve(self, group: PlacedGroup) -> bool:
+        """All of its ranks or none."""
+        if group.standby:
+            return self._standby.reserve(group)
+        return self.free.reserve(group.pool, group.ranks, group.bytes_per_rank)
 
     def fits(self, request: ModelRequest) -> bool:
         """Whether `place_one` would find a place; nothing is reserved."""
         known = self._models.get(request.name)
         return self._search(Candidate(request, known.replicas if known else Replicas())) is not None
 
-    def _search(self, model: Candidate) -> PlacedGroup | None:
-        request = model.request
+    def _degrees(self, request: ModelRequest) -> list[tuple[tuple[int, int], str]]:
+        """((tensor, pipeline), kind of device) in the order to try them."""
         if degree_problems(request):
-            return None
+            return []
         pairs = [
             (pair, kind)
             for kind, bounds in sorted(self._bounds.items())
             if request.device in (None, kind)
             for pair in degrees(request, kind, *bounds)
         ]
-        pairs.sort(key=lambda entry: entry[0][0] * entry[0][1])  # stable: the kind's own preference stays
-        for (tensor, pipeline), kind in pairs:
+        return sorted(pairs, key=lambda entry: entry[0][0] * entry[0][1])  # stable: the kind's own preference stays
+
+    def _search_standby(self, model: Candidate) -> PlacedGroup | None:
+        """A place where it takes turns with others; see `placement.standby`."""
+        if model.request.pinned or not self._standby.exists:
+            return None
+        for (tensor, pipeline), kind in self._degrees(model.request):
+            sizes = model.stage_bytes(tensor, pipeline, kind)
+            each = tuple(size for size in sizes for _ in range(tensor))
+            found: list[tuple[int, PlacedGroup]] = []
+            for pool in self._candidates(model.request, kind):
+                able = self._able(model, tensor, pipeline, pool, uncrowded=False)
+                spot = self._standby.find(able, tensor, sizes, model.replicas.ranks.get(pool.name, ()))
+                if spot is not None:
+                    group = PlacedGroup(model.request.name, pool.name, spot[0], tensor, pipeline, each, standby=True)
+                    found.append((spot[1], group))
+            for _, group in sorted(found, key=lambda entry: (entry[0], entry[1].pool)):
+                if self._standby.would_fit(group):
+                    return group
+        return None
+
+    def _search(self, model: Candidate) -> PlacedGroup | None:
+        request = model.request
+        for (tensor, pipeline), kind in self._degrees(request):
             found = self._find(model, tensor, pipeline, kind)
             if found is not None:
                 sizes = model.stage_bytes(tensor, pipeline, kind)
@@ -179,24 +216,7 @@ class Packer:
             spots = iter(self._policy.among(domains, tensor, need_bytes))
         else:
             spots = self._policy.everywhere(self.free, kind, tensor, need_bytes, replicas.closeness)
-        best: tuple[tuple[int, int], tuple[int, ...], int] | None = None
-        best_spot = None
-        for spot in spots:
-            near = replicas.closeness(spot.domain)
-            if best is not None and best[:2] <= (near, spot.score):
-                continue
-            if replicas.within(spot.domain):
-                # Fewer devices score no better than all of them, so what was skipped above was skipped rightly.
-                left = self._policy.among([replicas.rest(spot.domain)], tensor, need_bytes)
-                if not left:
-                    continue
-                (spot,) = left
-            order = (near, spot.score, spot.domain.index)
-            if best is None or order < best:
-                best, best_spot = order, spot
-            if near == (0, 0):
-                break
-        return best_spot
+        return replicas.farthest(spots, self._policy, tensor, need_bytes)
 
     def _candidates(self, request: ModelRequest, kind: str) -> list[PoolFacts]:
         names = request.pools or self._pools
@@ -213,9 +233,14 @@ class Packer:
                 and not model.replicas.overlap(group)
                 and self._still_right(group, model.request)
             )
-            if model is not None and stays and self.free.reserve(group.pool, group.ranks, group.bytes_per_rank):
-                self._add(model, group)
-                kept.append(group)
+            kept_as = None
+            if model is not None and stays:
+                # One that took turns gets memory of its own where there is room by now.
+                ways = [replace(group, standby=False), group] if group.standby else [group]
+                kept_as = next((way for way in ways if self._reserve(way)), None)
+            if model is not None and kept_as is not None:
+                self._add(model, kept_as)
+                kept.append(kept_as)
             else:
                 unloads.append(group)
         return sorted(kept, key=_by_place), sorted(unloads, key=_by_place)
@@ -226,16 +251,18 @@ class Packer:
         known = {domain for domain in domains if domain is not None}
         model.replicas.add(group, known)
         model.placed += 1
+        if not group.standby:
+            self._standby.add_resident(group, pinned=model.request.pinned)
         if model.request.load is not None and known:
             kind, type_ = next((domain.kind, domain.type) for domain in known)
             degrees_ = (group.tensor_parallel, group.pipeline_parallel)
             self.busy.add(group.pool, group.ranks, share_of(model.request, *degrees_, kind, type_))
 
     def _keeping_order(self, group: PlacedGroup) -> tuple:
-        """Pinned and important models first: where a device shrank, others make room."""
+        """Pinned and important models first: where a device shrank, others make room. Those that take turns come last."""
         model = self._models.get(group.model)
         rank = (not model.request.pinned, -model.request.priority) if model else (True, 0)
-        return (*rank, *_by_place(group))
+        return (group.standby, *rank, *_by_place(group))
 
     def _still_right(self, group: PlacedGroup, request: ModelRequest) -> bool:
         pool = self._pools.get(group.pool)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from placement.free_memory import Domain, DomainKey
+from placement.scoring import Policy, Spot
 from placement.types import PlacedGroup
 
 
@@ -40,3 +41,24 @@ class Replicas:
     def rest(self, domain: Domain) -> Domain:
         """What another group may take of it; the domain itself where none of its devices holds one."""
         return domain.without(self.ranks[domain.key[0]]) if self.within(domain) else domain
+
+    def farthest(self, spots: Iterable[Spot], policy: Policy, degree: int, need_bytes: int) -> Spot | None:
+        """Of spots ascending by score the best one that is farthest from the groups and shares no device with them."""
+        best: tuple[tuple[int, int], tuple[int, ...], int] | None = None
+        best_spot = None
+        for spot in spots:
+            near = self.closeness(spot.domain)
+            if best is not None and best[:2] <= (near, spot.score):
+                continue
+            if self.within(spot.domain):
+                # Fewer devices score no better than all of them, so what was skipped above was skipped rightly.
+                left = policy.among([self.rest(spot.domain)], degree, need_bytes)
+                if not left:
+                    continue
+                (spot,) = left
+            order = (near, spot.score, spot.domain.index)
+            if best is None or order < best:
+                best, best_spot = order, spot
+            if near == (0, 0):
+                break
+        return best_spot

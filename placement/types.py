@@ -139,6 +139,7 @@ class Device:
     healthy: bool = True
     cordoned: bool = False
     nvlink_domain: str = ""
+    standby_bytes: int = 0  # host memory for the weights of parked models, this device's part of what its node has
     type: str = ""  # as NVML names it; what it can do is in `placement.hardware`
 
 
@@ -152,6 +153,7 @@ class PlacedGroup:
     tensor_parallel: int
     pipeline_parallel: int
     bytes_per_rank: tuple[int, ...]
+    standby: bool = False  # takes turns on its devices with others: it has no memory there of its own
 
 
 @dataclass(frozen=True)

@@ -244,6 +244,12 @@ class PoolSpec(Strict):
         min_length=1,
         description="What may compute in it. Without torch no rank process of ours takes memory on its devices.",
     )
+    standby: Bytes = Field(
+        default=0,
+        description="Host memory per device for the weights of parked models. With it the pool takes models beyond the memory of "
+        "its devices, as long as this has room; they take turns. 0: every model has device memory of its own.",
+    )
+    cordoned: tuple[int, ...] = Field(default=(), description="Ranks that take no new models; what is on them moves elsewhere.")
     node_labels: dict[str, str] = Field(default_factory=dict, description="Ray node labels that its nodes must carry.")
     rank_grace_s: float = Field(default=60.0, ge=1, description="A rank that finds no driver for so long frees itself and exits.")
 
@@ -253,6 +259,8 @@ class PoolSpec(Strict):
             raise ValueError("memory is needed for a cpu pool: say how many bytes each rank may hold, for example 2GiB")
         if self.device == "cpu" and "torch" not in self.engines:
             raise ValueError("a cpu pool computes with torch; add it to engines, or use device: cuda")
+        if unknown := [rank for rank in self.cordoned if not 0 <= rank < self.devices]:
+            raise ValueError(f"cordoned names rank {unknown[0]}; the pool has ranks 0 to {self.devices - 1}")
         return self
 
 

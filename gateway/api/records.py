@@ -25,6 +25,10 @@ class RankRecord(msgspec.Struct, frozen=True):
     # (model, kind, bytes); kind is weights, kv_floor, kv_used, workspace, communication, context or foreign
     ledger: tuple[tuple[str, str, int], ...] = ()
     alive: bool = True
+    type: str = ""  # as NVML names the card, e.g. NVIDIA H200
+    nvlink_domain: str = ""  # cards with the same one on a node reach each other over NVLink
+    numa: int = -1  # the NUMA node that the card hangs on; -1: not known
+    trouble: str = ""  # why the card should take nothing, e.g. uncorrectable memory errors
 
 
 class GroupRecord(msgspec.Struct, frozen=True):

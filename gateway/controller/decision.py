@@ -53,7 +53,7 @@ def decide(desired: Desired, observed: Observed, placed: Placed) -> Decision:
     # 3.
     sights = {name: observed.pools[name] for name in open_pools if name in observed.pools}
     movable = [group for group in known if group not in held and group.model in desired.models]
-    plan = place(snapshot_of(desired.models, sights, movable, held))
+    plan = place(snapshot_of(desired.models, sights, desired.pools, movable, held))
     # 4.
     staying = lingering(plan, movable, desired, observed, sights)
     groups = in_order((*plan.groups, *held, *staying))

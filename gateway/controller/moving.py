@@ -27,7 +27,7 @@ def lingering(
     for name in plan.refusals:
         pools = desired.models[name].spec.pools
         coming[name] += any(not pools or pool in pools for pool in starting)
-    snapshot = snapshot_of(desired.models, sights, ())
+    snapshot = snapshot_of(desired.models, sights, desired.pools, ())
     free = FreeMemory(snapshot.devices)
     for group in plan.groups:
         free.reserve(group.pool, group.ranks, group.bytes_per_rank)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from gateway.controller.model_requests import AskedModel
 from gateway.controller.situation import LOST_S, Desired, Observed, PoolSight
+from gateway.state.view import PoolEntry
 from placement.footprint import group_footprint
 from placement.types import Device, ModelRequest, PlacedGroup, Snapshot
 
@@ -15,6 +16,7 @@ from placement.types import Device, ModelRequest, PlacedGroup, Snapshot
 def snapshot_of(
     models: Mapping[str, AskedModel],
     sights: Mapping[str, PoolSight],
+    pools: Mapping[str, PoolEntry],
     placed: Iterable[PlacedGroup],
     held: Iterable[PlacedGroup] = (),
 ) -> Snapshot:
@@ -37,7 +39,11 @@ def snapshot_of(
             kind=sight.record.device,
             capacity_bytes=rank.capacity_bytes,
             foreign_bytes=sum(size for _, kind, size in rank.ledger if kind == "foreign") + held_bytes[name, rank.index],
-            healthy=sight.missing_s < LOST_S and (rank.alive or sight.dead_s.get(rank.index, 0.0) < LOST_S),
+            healthy=sight.missing_s < LOST_S and (rank.alive or sight.dead_s.get(rank.index, 0.0) < LOST_S) and not rank.trouble,
+            cordoned=name in pools and rank.index in pools[name].spec.cordoned,
+            nvlink_domain=rank.nvlink_domain,
+            standby_bytes=pools[name].spec.standby if name in pools else 0,
+            type=rank.type,
         )
         for name, sight in sights.items()
         for rank in sight.record.ranks
@@ -58,7 +64,7 @@ def adopted(observed: Observed, desired: Desired) -> tuple[PlacedGroup, ...]:
             split = (group.tensor_parallel, group.pipeline_parallel)
             # While its checkpoint is being read the group is held as it is; its bytes are filled in afterwards.
             sizes = _bytes_per_rank(asked.request, *split, sight.record.device) if asked.request else (0,) * len(group.ranks)
-            found.add(PlacedGroup(group.model, name, group.ranks, *split, sizes))
+            found.add(PlacedGroup(group.model, name, group.ranks, *split, sizes, standby=group.state == "parked"))
     return in_order(found)
 
 

@@ -7,11 +7,12 @@ import hashlib
 from gateway.api.config import PoolSpec
 
 _PREFIX = "driver-"
+_PLACEMENT_ONLY = {"standby", "cordoned"}  # what the driver does not look at: it need not start anew for them
 
 
 def deployment_name(spec: PoolSpec) -> str:
     """Name of the driver's deployment: carries a digest of the specification, so that Serve itself remembers it."""
-    return _PREFIX + hashlib.sha256(spec.model_dump_json().encode()).hexdigest()[:8]
+    return _PREFIX + hashlib.sha256(spec.model_dump_json(exclude=_PLACEMENT_ONLY).encode()).hexdigest()[:8]
 
 
 def is_deployment_name(name: str) -> bool:
