@@ -21,6 +21,8 @@ from gateway.api.errors import invalid
 
 _Path = tuple[str | int, ...]
 _MAX_DEPTH = 32
+_MAX_NODES = 50_000
+"""Of one document, aliases written out. Site files have hundreds; a few nested aliases can mean billions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +90,9 @@ def _files(paths: Sequence[Path], errors: list[str]) -> Iterable[Path]:
 
 def _read_text(text: str, file: str, errors: list[str]) -> list[Located]:
     found: list[Located] = []
-    loader = yaml.SafeLoader(text)
+    loader: yaml.SafeLoader | None = None
     try:
+        loader = yaml.SafeLoader(text)
         while loader.check_node():
             node = loader.get_node()
             if node is not None and not _is_empty(node):
@@ -102,8 +105,11 @@ def _read_text(text: str, file: str, errors: list[str]) -> list[Located]:
         errors.append(f"{where}: not valid YAML: {error.problem or error.context}")
     except yaml.YAMLError as error:
         errors.append(f"{file}: not valid YAML: {' '.join(str(error).split())}")
+    except RecursionError:
+        errors.append(f"{file}: not valid YAML: nested too deeply")
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
     return found
 
 
@@ -119,16 +125,28 @@ class _Reader:
         self._file = file
         self.marks: dict[_Path, Position] = {}
         self.errors: list[str] = []
+        self._nodes = 0
 
     def plain(self, node: yaml.Node, path: _Path = ()) -> Any:
         self.marks.setdefault(path, self.position(node))
         if len(path) > _MAX_DEPTH:
             raise yaml.MarkedYAMLError(problem="nested too deeply", problem_mark=node.start_mark)
+        self._nodes += 1
+        if self._nodes > _MAX_NODES:
+            problem = f"more than {_MAX_NODES} values with its aliases written out; write less of it as aliases, or split it"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
             return [self.plain(item, (*path, index)) for index, item in enumerate(node.value)]
-        return self._loader.construct_object(node)
+        return self._scalar(node)
+
+    def _scalar(self, node: yaml.Node) -> Any:
+        try:
+            return self._loader.construct_object(node)
+        except (ValueError, ArithmeticError, TypeError, AttributeError, LookupError) as error:
+            # As a date that no calendar has, or an integer of ten thousand digits.
+            raise yaml.MarkedYAMLError(problem=f"a value that cannot be read ({error})", problem_mark=node.start_mark) from error
 
     def _mapping(self, node: yaml.MappingNode, path: _Path) -> dict[str, Any]:
         data: dict[str, Any] = {}

@@ -5,6 +5,7 @@ Duplicate names and alias collisions are errors, too.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -173,3 +174,24 @@ def test_command_line_overrides_the_site_file():
 def test_a_wrong_override_names_its_option():
     with pytest.raises(YardError, match="--grpc-port"):
         read_site(DEFAULT_SITE, {"grpc_port": 70000}, None)
+
+
+def test_aliases_that_mean_billions_of_values_are_refused_at_once() -> None:
+    """Each line nine times the one before: 500 bytes that would be 43 million values."""
+    bomb = "a0: &a0 [x,x,x,x,x,x,x,x,x]\n"
+    bomb += "".join(f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]\n" for level in range(1, 8))
+    began_s = time.thread_time()
+    with pytest.raises(YardError, match="aliases") as caught:
+        read_text(bomb, "bomb.yaml")
+    assert time.thread_time() - began_s < 1.0
+    assert caught.value.code is ErrorCode.INVALID
+    assert "bomb.yaml:" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 3000, "a: " + "1" * 6000, "a: 2020-13-45", "a: &a [*a]", "a: !!timestamp z", "a: !!bool maybe", "\x00", "a: !!int x"],
+)
+def test_odd_yaml_is_an_error_with_its_place_and_nothing_else(text: str) -> None:
+    with pytest.raises(YardError, match=r"odd\.yaml"):
+        read_text(text, "odd.yaml")
