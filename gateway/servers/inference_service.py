@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NoReturn, TypeVar
 
 import grpc
 
 from gateway.admission.caller import identify
-from gateway.api.errors import ErrorCode, YardError
+from gateway.api.errors import ErrorCode, YardError, invalid
 from gateway.api.proto.inference_pb2 import (
     ChatRequest,
     Choice,
@@ -40,11 +40,14 @@ from gateway.servers.generation import Generation
 from gateway.servers.generation_path import GenerationPath
 from gateway.servers.grpc_errors import abort
 from gateway.servers.metrics import GatewayMetrics, RequestMeter
-from gateway.servers.request import GenerationRequest, Sampling, check_ids, check_messages
+from gateway.servers.request import MAX_MESSAGES, GenerationRequest, Sampling, check_ids, check_messages, too_many
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+MAX_TEXT = 2**20  # characters or ids to tokenize or detokenize in one request
+INLINE_TOKENS = 1024
 
 _FINISH = {
     "": FinishReason.FINISH_REASON_UNSPECIFIED,
@@ -79,7 +82,7 @@ class InferenceService(InferenceServicer):
     # ---------------------------------------------------------------- generation
 
     async def _whole(self, request: GenerateRequest | ChatRequest, context: Context) -> GenerateResponse:
-        call = _Call(self._path, self._metrics, request, context)
+        call = await self._begin(request, context)
         try:
             generation = call.generation
             news = await call.start()
@@ -104,7 +107,7 @@ class InferenceService(InferenceServicer):
             call.end()
 
     async def _stream(self, request: GenerateRequest | ChatRequest, context: Context) -> None:
-        call = _Call(self._path, self._metrics, request, context)
+        call = await self._begin(request, context)
         try:
             generation = call.generation
             news = await call.start()
@@ -124,6 +127,13 @@ class InferenceService(InferenceServicer):
         finally:
             call.end()
 
+    async def _begin(self, request: GenerateRequest | ChatRequest, context: Context) -> _Call:
+        try:
+            return _Call(self._path, self._metrics, request, context)
+        except YardError as error:
+            self._metrics.requests.labels("grpc", self._metrics.route_label(request.model), error.code.value).inc()
+            await abort(context, error)
+
     # ---------------------------------------------------------------- text
 
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
@@ -134,11 +144,19 @@ class InferenceService(InferenceServicer):
             if request.messages:
                 messages = _messages(request.messages)
                 check_messages(messages)
+                _check_size(sum(len(message["content"]) for message in messages), "messages")
                 ids = await text.encode_chat(text.render_chat(messages))
             else:
+                _check_size(len(request.text), "text")
                 ids = await text.encode(request.text, add_special_tokens=request.add_special_tokens)
-            tokens = [text.token_bytes(token).decode("utf-8", "replace") for token in ids]
-            return TokenizeResponse(ids=ids, tokens=tokens, max_context=self._path.context(resolved, text))
+            return await _off_the_loop(
+                len(ids),
+                lambda: TokenizeResponse(
+                    ids=ids,
+                    tokens=[text.token_bytes(token).decode("utf-8", "replace") for token in ids],
+                    max_context=self._path.context(resolved, text),
+                ),
+            )
 
         return await _answered(answer(), context)
 
@@ -146,8 +164,12 @@ class InferenceService(InferenceServicer):
         async def answer() -> DetokenizeResponse:
             identify(self._path.view, _headers(context))
             text = await self._path.text(self._path.resolve(request.model))
+            _check_size(len(request.ids), "ids")
             check_ids(request.ids, text.vocabulary_size, "ids")
-            return DetokenizeResponse(text=text.decode(request.ids, skip_special_tokens=request.skip_special_tokens))
+            return await _off_the_loop(
+                len(request.ids),
+                lambda: DetokenizeResponse(text=text.decode(request.ids, skip_special_tokens=request.skip_special_tokens)),
+            )
 
         return await _answered(answer(), context)
 
@@ -179,8 +201,8 @@ class _Call:
         self._path = path
         self._context = context
         self._error: YardError | None = YardError(ErrorCode.CANCELLED, "the client left")
-        self.meter = RequestMeter(metrics, "grpc", request.model)
         self.generation = Generation(path, _request(request, context))
+        self.meter = RequestMeter(metrics, "grpc", request.model)
         # The handler's own cancellation comes too late, or never, for many of the calls of a connection that closes.
         context.add_done_callback(self._left)  # pyright: ignore[reportArgumentType] - the stubs want a class of their own
 
@@ -229,6 +251,17 @@ class _Call:
         self.meter.end(generation.model, generation.usage.prompt_tokens, generation.tokens, self._error)
 
 
+def _check_size(size: int, name: str) -> None:
+    if size > MAX_TEXT:
+        unit = "ids" if name == "ids" else "characters"
+        raise invalid(f"{name} has {size} {unit}; at most {MAX_TEXT} are taken in one request, so send it in parts", name)
+
+
+async def _off_the_loop(size: int, work: Callable[[], T]) -> T:
+    """What takes time for each token is done on a thread where there are many."""
+    return work() if size <= INLINE_TOKENS else await asyncio.to_thread(work)
+
+
 async def _answered(answer: Awaitable[T], context: Context) -> T:
     try:
         async with asyncio.timeout(context.time_remaining()):
@@ -248,8 +281,8 @@ def _request(request: GenerateRequest | ChatRequest, context: Context) -> Genera
         request_id=request.request_id or uuid.uuid4().hex,
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
         sampling=Sampling(**{name: getattr(sampling, name) for name in _SAMPLING_FIELDS if sampling.HasField(name)}),
-        stop=tuple(request.stop),
-        stop_token_ids=tuple(request.stop_token_ids),
+        stop=request.stop,
+        stop_token_ids=request.stop_token_ids,
         ignore_eos=request.ignore_eos,
         n=request.n or 1,
         logprobs=request.logprobs if request.HasField("logprobs") else None,
@@ -261,7 +294,7 @@ def _request(request: GenerateRequest | ChatRequest, context: Context) -> Genera
     if isinstance(request, ChatRequest):
         result.messages = _messages(request.messages)
     elif request.WhichOneof("input") == "prompt_ids":
-        result.prompt_ids = tuple(request.prompt_ids.ids)
+        result.prompt_ids = request.prompt_ids.ids
     elif request.WhichOneof("input") == "prompt":
         result.prompt = request.prompt
     return result
@@ -273,7 +306,9 @@ def _headers(context: Context) -> dict[str, str]:
     }
 
 
-def _messages(messages: Iterable[Message]) -> list[dict[str, str]]:
+def _messages(messages: Sequence[Message]) -> list[dict[str, str]]:
+    if len(messages) > MAX_MESSAGES:
+        raise too_many(messages, MAX_MESSAGES, "messages")
     return [{"role": message.role, "content": message.content} for message in messages]
 
 

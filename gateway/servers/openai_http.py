@@ -19,7 +19,6 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.admission.caller import identify
 from gateway.api.errors import ErrorCode, YardError, invalid, shortened
-from gateway.api.grpc_options import MAX_MESSAGE_BYTES
 from gateway.api.proto.pool_pb2 import Hold
 from gateway.routing import route_table
 from gateway.servers.choice_stream import ChoiceDelta
@@ -37,6 +36,8 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_HEADER = "x-modelyard-timeout-ms"
 MAX_TIMEOUT_DIGITS = 15
+MAX_BODY_BYTES = 8 * 2**20
+"""A million token ids as JSON. Reading it holds up everybody else for some tens of milliseconds, so it is not more."""
 Parse = Callable[[dict[str, Any], str, float | None, str], ApiRequest]
 
 
@@ -228,8 +229,8 @@ async def _read_body(receive: Receive) -> bytes:
             raise _ClientLeft
         parts.append(message.get("body", b""))
         size += len(parts[-1])
-        if size > MAX_MESSAGE_BYTES:
-            raise invalid(f"the body is larger than {MAX_MESSAGE_BYTES} bytes")
+        if size > MAX_BODY_BYTES:
+            raise invalid(f"the body is larger than {MAX_BODY_BYTES} bytes; send fewer prompts in one request, or use gRPC")
         if not message.get("more_body", False):
             return b"".join(parts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import msgspec
 
 from gateway.api.errors import invalid
-from gateway.servers.request import GenerationRequest, Sampling
+from gateway.servers.request import MAX_MESSAGES, MAX_STOP_STRINGS, GenerationRequest, Sampling, too_many
 
 MAX_PROMPTS = 64
 MAX_MESSAGE_DEPTH = 32
@@ -46,12 +47,16 @@ class ApiRequest:
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
+    # Millions of small values would make the collector look through all of them again and again.
+    gc.disable()
     try:
         body = msgspec.json.decode(raw)
     except msgspec.DecodeError as error:
         raise invalid(f"the body is not JSON: {error}") from error
     except RecursionError as error:
         raise invalid("the body is nested too deeply") from error
+    finally:
+        gc.enable()
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
     return body
@@ -211,13 +216,15 @@ def _stop(value: Any) -> tuple[str, ...]:
     if value is None:
         return ()
     stops = [value] if isinstance(value, str) else value
+    if isinstance(stops, list) and len(stops) > MAX_STOP_STRINGS:
+        raise too_many(stops, MAX_STOP_STRINGS, "stop")
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         raise invalid("stop must be a string or an array of strings", "stop")
     return tuple(stops)
 
 
 def _token_ids(value: Any, name: str) -> list[int]:
-    if not isinstance(value, list) or not all(type(token) is int for token in value):
+    if not isinstance(value, list) or not set(map(type, value)) <= {int}:
         raise invalid(f"{name} must be an array of token ids", name)
     return value
 
@@ -240,6 +247,8 @@ def _prompts(value: Any) -> list[str | list[int]]:
 def _messages(value: Any) -> Sequence[dict[str, Any]]:
     if value is None:
         raise invalid("messages is missing", "messages")
+    if isinstance(value, list) and len(value) > MAX_MESSAGES:
+        raise too_many(value, MAX_MESSAGES, "messages")
     if not isinstance(value, list) or not value:
         raise invalid("messages must be an array with at least one message", "messages")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]

@@ -9,12 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.api.errors import invalid
+from gateway.api.errors import YardError, invalid
 from gateway.api.proto.pool_pb2 import SamplingParams
 
 MAX_CHOICES = 16
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_MESSAGES = 8192
 MAX_LOGPROBS = 20
 MAX_REQUEST_ID_CHARACTERS = 256
 UINT64 = 2**64
@@ -122,6 +124,10 @@ def check(request: GenerationRequest) -> None:
             raise invalid(f"{request.named(name)} is {value}; it must be from {lowest} to {highest}", request.named(name))
 
 
+def too_many(values: Sequence[Any], most: int, name: str) -> YardError:
+    return invalid(f"{name} has {len(values)} entries; at most {most} are taken in one request", name)
+
+
 def check_messages(messages: Sequence[dict[str, Any]]) -> None:
     if not messages:
         raise invalid("messages is empty: send at least one", "messages")
@@ -136,7 +142,9 @@ def _check_counts(request: GenerationRequest) -> None:
         name = request.named("max_tokens")
         raise invalid(f"{name} is {request.max_tokens}; it must be 1 or more", name)
     if len(request.stop) > MAX_STOP_STRINGS:
-        raise invalid(f"stop has {len(request.stop)} strings; at most {MAX_STOP_STRINGS} are allowed", "stop")
+        raise too_many(request.stop, MAX_STOP_STRINGS, "stop")
+    if len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        raise too_many(request.stop_token_ids, MAX_STOP_TOKEN_IDS, "stop_token_ids")
     if any(not 1 <= len(stop) <= MAX_STOP_CHARACTERS for stop in request.stop):
         raise invalid(f"each stop string must have 1 to {MAX_STOP_CHARACTERS} characters", "stop")
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
@@ -150,11 +158,11 @@ def check_ids(ids: Sequence[int], vocabulary_size: int, name: str) -> None:
         raise invalid(f"{name} has the id {wrong}; this model's ids are 0 to {vocabulary_size - 1}", name)
 
 
-def check_length(request: GenerationRequest, prompt: str, max_characters: int) -> None:
-    """Refuses a text that cannot fit whatever its tokens are, before time is spent on tokenizing it."""
-    if len(prompt) > max_characters:
+def check_length(request: GenerationRequest, characters: int, max_characters: int) -> None:
+    """Refuses a text that cannot fit whatever its tokens are, before time is spent on it."""
+    if characters > max_characters:
         name = request.named("messages" if request.messages is not None else "prompt")
-        raise invalid(f"the prompt has {len(prompt)} characters, more than the context of model `{request.model}` holds", name)
+        raise invalid(f"the prompt has {characters} characters, more than the context of model `{request.model}` holds", name)
 
 
 def answer_budget(request: GenerationRequest, prompt_tokens: int, max_context: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gateway.admission.caller import Caller
 from gateway.api.proto.pool_pb2 import SamplingParams, Submit
 from gateway.routing.route_table import Resolved
-from gateway.servers.request import UINT64, GenerationRequest, check_ids, check_length
+from gateway.servers.request import UINT64, GenerationRequest, answer_budget, check_ids, check_length
 from gateway.text.model_text import ModelText
 
 SHADOW_PRIORITY = -1000
@@ -15,14 +15,16 @@ SHADOW_PRIORITY = -1000
 async def prompt_tokens(request: GenerationRequest, text: ModelText, context: int) -> list[int]:
     """YardError(INVALID) for ids that the model has not, and for texts that cannot fit its context."""
     if request.prompt_ids is not None:
+        answer_budget(request, len(request.prompt_ids), context)  # before time is spent on each
         check_ids(request.prompt_ids, text.vocabulary_size, request.named("prompt_ids"))
         return list(request.prompt_ids)
     if request.messages is not None:
+        check_length(request, sum(len(message["content"]) for message in request.messages), context * text.longest_token)
         chat = text.render_chat(request.messages, tools=request.tools)
-        check_length(request, chat.text, context * text.longest_token)
+        check_length(request, len(chat.text), context * text.longest_token)
         return await text.encode_chat(chat)
     prompt = request.prompt or ""
-    check_length(request, prompt, context * text.longest_token)
+    check_length(request, len(prompt), context * text.longest_token)
     return await text.encode(prompt, add_special_tokens=request.add_special_tokens)
 
 

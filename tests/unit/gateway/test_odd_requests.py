@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -12,8 +14,13 @@ import pytest
 from lone_gateway import LoneGateway, ids_of
 from scripted_pool import ScriptedPool
 
+from gateway.api.errors import YardError
 from gateway.api.proto import inference_pb2 as pb
 from gateway.servers.grpc_errors import fitting
+from gateway.servers.openai_http import MAX_BODY_BYTES
+from gateway.servers.openai_request import completion_request, parse_body
+from gateway.servers.request import GenerationRequest
+from gateway.servers.submits import prompt_tokens
 
 BODY = {"model": "m", "prompt": "x", "max_tokens": 3}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -152,3 +159,59 @@ async def test_a_models_own_defaults_that_cannot_be_computed_with(lone: LoneGate
     assert (await post(lone, BODY)).status_code == 200
     sampling = pool.sequences[-1].submit.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (1.0, 1.0, 0, 1.0)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+class Unread(list[int]):
+    """Token ids that nobody may look at one by one."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("read before its length was known to fit")
+
+
+async def test_ids_that_cannot_fit_are_not_looked_at(lone: LoneGateway) -> None:
+    text = lone.library.loaded("m")
+    assert text is not None
+    request = GenerationRequest("m", "id", prompt_ids=Unread([1] * 300), max_tokens=1)
+    with pytest.raises(YardError, match="300 tokens"):
+        await prompt_tokens(request, text, 256)
+    ids = pb.TokenIds(ids=[1] * 7_000_000)
+    code, details = await status(lone, prompt_ids=ids)
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert "7000000" in details
+
+
+def test_the_largest_body_is_read_in_a_moment() -> None:
+    """A million ids take the event loop less than a tenth of what a client notices; what is larger is refused unread."""
+    raw = json.dumps({**BODY, "prompt": [12345] * 1_000_000}).encode()
+    began_s = time.thread_time()
+    completion_request(parse_body(raw), "id", None, "")
+    assert time.thread_time() - began_s < 0.5
+
+
+async def test_too_much_of_anything_is_refused(lone: LoneGateway, pool: ScriptedPool) -> None:
+    assert (await post(lone, b" " * (MAX_BODY_BYTES + 1))).status_code == 400
+    for body in (
+        {**BODY, "stop": ["x"] * 17},
+        {**BODY, "stop_token_ids": [1] * 1025},
+        {**BODY, "prompt": ["x"] * 65},
+        {**BODY, "prompt": "x" * 1_000_000},
+    ):
+        response = await post(lone, body)
+        assert response.status_code == 400, response.text
+        assert "most" in response.text or "more than" in response.text
+    chat = pb.ChatRequest(model="m", messages=[pb.Message(role="user")] * 10_000)
+    for call in (
+        lone.inference.Chat(chat, timeout=5),
+        lone.inference.Tokenize(pb.TokenizeRequest(model="m", messages=chat.messages), timeout=5),
+        lone.inference.Tokenize(pb.TokenizeRequest(model="m", text="x" * 2_000_000), timeout=5),
+        lone.inference.Detokenize(pb.DetokenizeRequest(model="m", ids=[5] * 2_000_000), timeout=5),
+    ):
+        with pytest.raises(grpc.aio.AioRpcError, match="at most") as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert not pool.sequences
+    many = await lone.inference.Detokenize(pb.DetokenizeRequest(model="m", ids=[5] * 100_000), timeout=5)
+    assert len(many.text) >= 100_000
