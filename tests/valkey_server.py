@@ -15,8 +15,9 @@ from pathlib import Path
 class ValkeyServer:
     """Keeps its port and its data over stop and start, so that clients see one server that comes and goes."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
+        self._options = options
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port: int = probe.getsockname()[1]
@@ -35,6 +36,7 @@ class ValkeyServer:
             "yes",
             "--save",
             "",
+            *self._options,
         ]
         with (self.folder / "valkey.log").open("ab") as log:
             self._process = subprocess.Popen(_ending_with_parent([str(binary()), *options]), stdout=log, stderr=log)

@@ -333,7 +333,9 @@ class SiteSpec(Strict):
 
     listen: ListenSpec = ListenSpec()
     gateways: int = Field(default=1, ge=1, le=64)
-    redis: str | None = Field(default=None, description="redis://, rediss:// or redis+sentinel:// URL. Default: embedded.")
+    redis: str | None = Field(
+        default=None, description="redis://, rediss://, redis+sentinel:// or redis+cluster:// URL. Default: embedded."
+    )
     quotas_without_redis: Literal["allow", "deny", "last"] = Field(
         default="last",
         description="While Redis is away: allow: quotas do not count; deny: tenants with a quota are refused; last: each gateway "

@@ -28,7 +28,9 @@ def up(
     ] = None,
     redis: Annotated[
         str | None,
-        typer.Option("--redis", envvar="MODELYARD_REDIS", help="redis://, rediss://, unix:// or redis+sentinel:// URL."),
+        typer.Option(
+            "--redis", envvar="MODELYARD_REDIS", help="redis://, rediss://, unix://, redis+sentinel:// or redis+cluster:// URL."
+        ),
     ] = None,
     ray_address: Annotated[
         str | None, typer.Option("--ray-address", metavar="HOST:PORT", help="A running Ray instead of an own one.")

@@ -22,6 +22,7 @@ import msgspec
 from gateway.api.config import PoolSpec
 from gateway.api.errors import ErrorCode, YardError, invalid
 from gateway.api.proto import inference_pb2 as inference
+from gateway.api.redis_link import with_site
 from gateway.api.runtime import Runtime
 from gateway.site import desired, down, preflight, ray_head, readiness, state, valkey
 from gateway.site.board import Board
@@ -85,7 +86,7 @@ def preflight_all(home: Home, site: SiteFiles, board: Board, ray_address: str | 
         preflight.check_ports(listen.host, ports)
         preflight.check_memory(site.documents)
         if site.spec.redis:
-            asyncio.run(preflight.check_redis(site.spec.redis))
+            asyncio.run(preflight.check_redis(with_site(site.spec.redis, site.name)))
         if ray_address is not None:
             preflight.check_ray(ray_address)
         step.note = "ports, disk, memory" + (", Redis" if site.spec.redis else "")
@@ -126,7 +127,7 @@ class _Start:
                 grpc_port=ports[0],
                 http_port=ports[1],
                 dashboard_port=ports[2],
-                redis_url=site.spec.redis or "",
+                redis_url=with_site(site.spec.redis, site.name) if site.spec.redis else "",
                 valkey_port=ray_head.free_ports(1)[0],
             ),
         )

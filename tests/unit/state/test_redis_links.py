@@ -1,4 +1,4 @@
-"""The ways to reach the store: TLS with a certificate that is checked, and Sentinel with a master that fails."""
+"""The ways to reach the store: TLS whose certificate is checked, Sentinel whose master fails, a cluster that moves keys."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from redis.asyncio import Redis
 from site_documents import model
 from valkey_server import ValkeyServer, binary
 
 from gateway.api.errors import YardError
-from gateway.api.redis_link import connect
+from gateway.api.redis_link import connect, with_site
 from gateway.state.edits import Put
 from gateway.state.store import SiteStore
 
@@ -149,7 +150,59 @@ async def test_sentinel_leads_to_the_new_master(sentinels: SentinelSet, site: st
     await store.close()
 
 
-@pytest.mark.parametrize("url", ["http://h", "redis+sentinel://h:1", "redis+sentinel:///m"])
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[list[ValkeyServer]]:
+    """Two nodes; the first owns every slot."""
+    nodes = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        nodes.append(ValkeyServer(tmp_path / name, "--cluster-enabled", "yes", "--cluster-port", str(free_port())))
+    try:
+        for node in nodes:
+            node.start()
+        yield nodes
+    finally:
+        for node in nodes:
+            node.stop()
+
+
+async def test_a_cluster_leads_to_the_node_that_owns_the_site(cluster: list[ValkeyServer], site: str) -> None:
+    first, second = (Redis(port=node.port, decode_responses=True) for node in cluster)
+    bus = int((await second.config_get("cluster-port"))["cluster-port"])
+    await first.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+    await first.execute_command("CLUSTER MEET", "127.0.0.1", cluster[1].port, bus)
+    async with asyncio.timeout(20):
+        while (await second.execute_command("CLUSTER INFO"))["cluster_state"] != "ok":  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    hosts = f"127.0.0.1:{free_port()},127.0.0.1:{cluster[0].port}"  # the first one is down
+    store = SiteStore(with_site(f"redis+cluster://{hosts}", site), site)
+    await store.apply([Put(model("m"))], actor="ann")
+    keys = await first.keys()
+    assert keys
+
+    slot, new_owner = await first.execute_command("CLUSTER KEYSLOT", keys[0]), await raw(second, "CLUSTER MYID")
+    await second.execute_command("CLUSTER SETSLOT", slot, "IMPORTING", await raw(first, "CLUSTER MYID"))
+    await first.execute_command("CLUSTER SETSLOT", slot, "MIGRATING", new_owner)
+    await first.execute_command("MIGRATE", "127.0.0.1", cluster[1].port, "", 0, 5000, "KEYS", *keys)
+    for node in (second, first):
+        await node.execute_command("CLUSTER SETSLOT", slot, "NODE", new_owner)
+
+    with pytest.raises(YardError, match="moved the site's keys to another node"):
+        await store.apply([Put(model("n"))], actor="ann")
+    await store.apply([Put(model("n"))], actor="ann")
+    assert {key.name for key in (await store.snapshot()).objects} == {"m", "n"}
+    assert sorted(await second.keys()) >= sorted(keys)
+    for client in (store, first, second):
+        await (client.close() if isinstance(client, SiteStore) else client.aclose())
+
+
+async def raw(client: Redis, command: str) -> str:
+    answer = await client.execute_command(command, NEVER_DECODE=True)
+    return answer.decode() if isinstance(answer, bytes) else str(answer)
+
+
+@pytest.mark.parametrize("url", ["http://h", "redis+sentinel://h:1", "redis+sentinel:///m", "redis+cluster://h:1"])
 def test_a_url_that_says_too_little_names_the_form(url: str) -> None:
-    with pytest.raises(ValueError, match="sentinel"):
+    with pytest.raises(ValueError, match=r"sentinel|cluster"):
         connect(url)
