@@ -25,20 +25,12 @@ from placement.free_memory import Domain, FreeMemory
 from placement.packing import Packer
 from placement.scoring import CONSOLIDATE
 from placement.transfer import transfer_s
-from placement.types import ModelRequest, PlacedGroup, Snapshot
+from placement.types import ModelRequest, Move, PlacedGroup, Snapshot
 
 _CHOICES_IN_DOMAIN = 70  # all of 8 devices; of wider domains, neighbours only
 _TRIALS = 200
 _DEEP_TRIALS = 20
 _DEEP_STEPS = 3000
-
-
-@dataclass(frozen=True)
-class Move:
-    before: PlacedGroup
-    after: PlacedGroup
-    bytes: int
-    seconds: float  # load at the new place from disk; the old one serves until then
 
 
 @dataclass(frozen=True)

@@ -167,6 +167,14 @@ class Reason:
 
 
 @dataclass(frozen=True)
+class Move:
+    before: PlacedGroup
+    after: PlacedGroup
+    bytes: int
+    seconds: float  # load at the new place from disk; the old one serves until then
+
+
+@dataclass(frozen=True)
 class Snapshot:
     devices: tuple[Device, ...]
     models: tuple[ModelRequest, ...]
@@ -185,3 +193,4 @@ class Plan:
     unloads: tuple[PlacedGroup, ...] = ()
     refusals: dict[str, tuple[Reason, ...]] = field(default_factory=dict)
     notes: dict[str, tuple[Reason, ...]] = field(default_factory=dict)
+    moves: tuple[Move, ...] = ()  # of groups that make room for others; each is among the unloads and the loads too

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.api.errors import invalid, not_found
-from gateway.cli import printing
+from gateway.api.errors import YardError, invalid, not_found
+from gateway.cli import plans, printing
 from gateway.cli.options import KINDS, ForceOption, Output, OutputOption, ServerOption, connect, kind_of
 
 if TYPE_CHECKING:
@@ -44,33 +44,22 @@ def apply(file: FilesOption, server: ServerOption = None, output: OutputOption =
 
 
 def plan(file: FilesOption, server: ServerOption = None, output: OutputOption = Output.table) -> None:
-    """Show what `apply` would change and where models would go. Writes nothing."""
-    objects = _read(file)
-    with connect(server) as client:
-        answer = client.plan(objects)
-    placements = [
-        {"model": item.model, "pool": item.pool, "ranks": list(item.ranks), "action": item.action, "reasons": list(item.reasons)}
-        for item in answer.placements
-    ]
-    if output is not Output.table:
-        printing.document({"changes": _changes(answer.changes), "placements": placements}, output)
-        return
-    for change in answer.changes:
-        typer.echo(f"{change.kind} {change.name}: {change.action}")
-        if change.diff:
-            typer.echo(change.diff.rstrip("\n"))
-    rows = [
-        (
-            item["model"],
-            item["action"],
-            item["pool"] or "nowhere",
-            ",".join(map(str, item["ranks"])) or "-",
-            "; ".join(item["reasons"]),
-        )
-        for item in placements
-    ]
-    typer.echo()
-    printing.table(("MODEL", "ACTION", "POOL", "RANKS", "REASONS"), rows, nothing="no model changes its place")
+    """Show what `apply` would do: changes, loads, moves and evictions, how long they take, and SLOs at risk. Writes nothing.
+
+    Exit codes: 0 nothing would change, 2 something would, 1 it cannot be done (a model would be nowhere, or a file is wrong).
+    """
+    try:
+        objects = _read(file)
+        with connect(server) as client:
+            answer = client.plan(objects)
+    except YardError as error:
+        typer.echo(f"yard: {error.message}", err=True)
+        raise typer.Exit(plans.IMPOSSIBLE) from error
+    if output is Output.table:
+        plans.show(answer)
+    else:
+        printing.document({"changes": _changes(answer.changes), "placements": plans.plain(answer.placements)}, output)
+    raise typer.Exit(plans.exit_code(answer))
 
 
 def get(

@@ -6,7 +6,8 @@ drain, then its application is deleted; a desired one is then absent and is depl
 
     1. Sort the pools into open and closing.
     2. Hold the groups that cannot be judged now: their pool or their checkpoint is out of sight, for LOST_S at most.
-    3. Place the models on the open pools' devices; what is placed and fits stays where it is.
+    3. Place the models on the open pools' devices; what is placed and fits stays where it is, unless it is idle and has to make
+       room for what finds none.
     4. Let a group that has to move linger until one of its model's new groups serves, where memory allows it.
     5. Deploy and delete applications; tell every pool in sight its whole list, if it has not confirmed that list.
     6. Say why models are nowhere, and report what changed.
@@ -21,7 +22,7 @@ from gateway.api.proto.pool_pb2 import Assignment, Group
 from gateway.controller.moving import lingering
 from gateway.controller.placing import adopted, in_order, snapshot_of
 from gateway.controller.pool_digest import runs
-from gateway.controller.reasons import events_of, final_refusals, pool_troubles, unplaced_models
+from gateway.controller.reasons import events_of, final_refusals, is_starting, pool_troubles, unplaced_models
 from gateway.controller.situation import (
     DRAIN_S,
     LOST_S,
@@ -39,7 +40,7 @@ from gateway.controller.situation import (
     ReleaseDevices,
 )
 from gateway.state.view import PoolEntry
-from placement.packing import place
+from placement.replanning import replan
 from placement.types import PlacedGroup
 
 
@@ -53,7 +54,8 @@ def decide(desired: Desired, observed: Observed, placed: Placed) -> Decision:
     # 3.
     sights = {name: observed.pools[name] for name in open_pools if name in observed.pools}
     movable = [group for group in known if group not in held and group.model in desired.models]
-    plan = place(snapshot_of(desired.models, sights, desired.pools, movable, held))
+    snapshot = snapshot_of(desired.models, sights, desired.pools, movable, held)
+    plan = replan(snapshot, busy=_busy(observed) | _starting(desired, observed))
     # 4.
     staying = lingering(plan, movable, desired, observed, sights)
     groups = in_order((*plan.groups, *held, *staying))
@@ -72,7 +74,19 @@ def decide(desired: Desired, observed: Observed, placed: Placed) -> Decision:
         events=events_of(groups, {name: unplaced[name] for name in refused - placed.refused}, known, desired),
         message="; ".join(waiting[name] for name in sorted(waiting)),
         plan=plan,
+        snapshot=snapshot,
     )
+
+
+def _busy(observed: Observed) -> frozenset[str]:
+    """Models with requests in flight."""
+    groups = (group for sight in observed.pools.values() for group in sight.record.groups)
+    return frozenset(group.model for group in groups if group.running or group.waiting)
+
+
+def _starting(desired: Desired, observed: Observed) -> frozenset[str]:
+    """All models while a pool is on its way: it may bring the room that moves would make."""
+    return frozenset(desired.models) if any(is_starting(name, observed) for name in desired.pools) else frozenset()
 
 
 def _must_close(entry: PoolEntry | None, app: AppSight | None) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from gateway.api.records import PoolRecord
 from gateway.controller.model_requests import AskedModel
 from gateway.state.view import PoolEntry
-from placement.types import PlacedGroup, Plan
+from placement.types import PlacedGroup, Plan, Snapshot
 
 LOST_S = 30.0
 """A pool or a rank gone for less is expected back: a restarted driver adopts its ranks, a group restarts as one."""
@@ -118,3 +118,4 @@ class Decision:
     events: tuple[Emit, ...]
     message: str
     plan: Plan
+    snapshot: Snapshot  # what the plan was made of

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 from gateway.api.config import PoolSpec
@@ -13,6 +14,8 @@ from gateway.controller.model_requests import Checkpoints
 from gateway.controller.situation import Decision, Desired, Observed, Placed, PoolSight
 from gateway.state.snapshot import Snapshot
 from gateway.state.view import SiteView
+from placement.changes import Change, changes
+from placement.explain import why
 from placement.types import PlacedGroup
 
 CHECKPOINT_WAIT_S = 20.0
@@ -27,6 +30,25 @@ class Planner:
     async def plan(
         self, after: Snapshot, pools: dict[str, PoolRecord], placed: tuple[PlacedGroup, ...] | None
     ) -> list[Placement]:
+        site, decision = await self._decide(after, pools, placed)
+        return _placements(decision, {name: entry.generation for name, entry in site.models.items()}, pools)
+
+    async def why(
+        self, model: str, site: Snapshot, pools: dict[str, PoolRecord], placed: tuple[PlacedGroup, ...] | None
+    ) -> list[str]:
+        """Of each group of a model that is placed, why it is there."""
+        _, decision = await self._decide(site, pools, placed)
+        snapshot = replace(decision.snapshot, placed=decision.groups)
+        lines = []
+        for group in decision.groups:
+            if group.model == model:
+                place = f"rank {', '.join(map(str, group.ranks))} of pool `{group.pool}`"
+                lines += [f"{place}: {sentence}" for sentence in why(snapshot, group)]
+        return lines + [note.message for note in decision.plan.notes.get(model, ())]
+
+    async def _decide(
+        self, after: Snapshot, pools: dict[str, PoolRecord], placed: tuple[PlacedGroup, ...] | None
+    ) -> tuple[SiteView, Decision]:
         site = SiteView()
         site.apply_desired(after)
         try:
@@ -38,8 +60,7 @@ class Planner:
         for name, entry in site.desired_pools.items():
             if name not in sights:
                 sights[name] = PoolSight(future_pool(name, entry.spec))
-        decision = decide(Desired(models, site.desired_pools), Observed(pools=sights), Placed(groups=placed))
-        return _placements(decision, {name: entry.generation for name, entry in site.models.items()}, pools)
+        return site, decide(Desired(models, site.desired_pools), Observed(pools=sights), Placed(groups=placed))
 
 
 def future_pool(name: str, spec: PoolSpec) -> PoolRecord:
@@ -52,22 +73,47 @@ def future_pool(name: str, spec: PoolSpec) -> PoolRecord:
 
 def _placements(decision: Decision, generations: dict[str, int], pools: dict[str, PoolRecord]) -> list[Placement]:
     loaded = {(group.model, group.generation) for pool in pools.values() for group in pool.groups}
+    parked = {
+        (group.model, pool.pool, group.ranks) for pool in pools.values() for group in pool.groups if group.residency == "parked"
+    }
+    standing_by = [group for group in decision.groups if (group.model, group.pool, group.ranks) in parked]
     rows = []
-    for group in decision.groups:
-        if group in decision.plan.loads:
-            rows.append(_row(group, "load", ()))
-            continue
-        known = any(model == group.model for model, _ in loaded)
-        changes = known and (group.model, generations[group.model]) not in loaded
-        reason = "its specification changes; what cannot change in place is loaded beside it, then the old one drains"
-        rows.append(_row(group, "keep", (reason,) if changes else ()))
-    rows += [_row(group, "unload", ()) for group in decision.plan.unloads if group not in decision.groups]
+    for change in changes(decision.snapshot, decision.plan, standing_by):
+        known = any(model == change.group.model for model, _ in loaded)
+        changed = known and (change.group.model, generations.get(change.group.model)) not in loaded
+        reasons = [note.message for note in decision.plan.notes.get(change.group.model, ())]
+        if change.action == "keep" and changed:
+            reasons.insert(
+                0, "its specification changes; what cannot change in place is loaded beside it, then the old one drains"
+            )
+        if change.before is not None:
+            reasons.insert(0, f"from rank {', '.join(map(str, change.before.ranks))} of pool `{change.before.pool}`")
+        if change.action != "unload" or change.group not in decision.groups:
+            rows.append(_row(change, reasons))
+    seen = {(change.model, change.pool, tuple(change.ranks)) for change in rows}
+    rows += [
+        Placement(model=group.model, pool=group.pool, ranks=group.ranks, action="keep")
+        for group in decision.groups
+        if (group.model, group.pool, group.ranks) not in seen
+    ]
     rows += [Placement(model=model, action="none", reasons=reasons) for model, reasons in decision.unplaced.items()]
     return rows
 
 
-def _row(group: PlacedGroup, action: str, reasons: tuple[str, ...]) -> Placement:
-    return Placement(model=group.model, pool=group.pool, ranks=group.ranks, action=action, reasons=reasons)
+def _row(change: Change, reasons: list[str]) -> Placement:
+    return Placement(
+        model=change.group.model,
+        pool=change.group.pool,
+        ranks=change.group.ranks,
+        action=change.action,
+        reasons=reasons,
+        path=change.path or "",
+        bytes=change.bytes,
+        seconds=change.seconds,
+        evicts=change.evicts,
+        risks=change.risks,
+        standby=change.group.standby,
+    )
 
 
 def after_writes(snapshot: Snapshot, documents: dict) -> Snapshot:

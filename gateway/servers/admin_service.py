@@ -33,6 +33,7 @@ from gateway.state.route_gate import Readiness, gated
 from gateway.state.snapshot import Backup, ObjectKey, Observed, Snapshot
 from gateway.state.store import SiteStore
 from gateway.state.view import SiteView
+from placement.types import PlacedGroup
 
 ACTOR_METADATA_KEY = "modelyard-actor"
 DEFAULT_EVENTS = 50
@@ -85,8 +86,7 @@ class AdminService(AdminServicer):
         snapshot, observed = await self._read(context)
         writes = apply_edit(snapshot, [_put(item) for item in request.objects])
         documents = {write.key: write.document for write in writes if write.action != "unchanged"}
-        placed = await load_placement(self._store)
-        placements = await self._planner.plan(after_writes(snapshot, documents), observed.pools, placed)
+        placements = await self._planner.plan(after_writes(snapshot, documents), observed.pools, await self._placement())
         return pb.PlanResponse(changes=[_change(write) for write in writes], placements=placements)
 
     @_answering
@@ -118,6 +118,8 @@ class AdminService(AdminServicer):
         if stored is None:
             raise _missing(snapshot, request.kind, request.name)
         plain, reasons = describe(stored, snapshot, observed)
+        if stored.kind == "Model":
+            reasons += await self._planner.why(stored.name, snapshot, observed.pools, await self._placement())
         return pb.DescribeResponse(object=_object(stored), observed_json=json.dumps(plain), reasons=reasons)
 
     @_answering
@@ -197,6 +199,13 @@ class AdminService(AdminServicer):
             edit = gated(edit, await self._readiness(), explicit=True)
         commit = await self._store.transact(edit, _actor(context))
         return pb.SwitchRouteResponse(change=_change(commit.writes[0]), committed_unix=time.time())
+
+    async def _placement(self) -> tuple[PlacedGroup, ...] | None:
+        """None also without the store: then what the pools hold is taken for it."""
+        try:
+            return await load_placement(self._store)
+        except LOST:
+            return None
 
     async def _readiness(self) -> Readiness:
         return Readiness((await self._store.observed()).pools.values())

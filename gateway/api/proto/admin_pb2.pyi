@@ -87,18 +87,30 @@ class PlanResponse(_message.Message):
     def __init__(self, changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., placements: _Optional[_Iterable[_Union[Placement, _Mapping]]] = ...) -> None: ...
 
 class Placement(_message.Message):
-    __slots__ = ("model", "pool", "ranks", "action", "reasons")
+    __slots__ = ("model", "pool", "ranks", "action", "reasons", "path", "bytes", "seconds", "evicts", "risks", "standby")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     POOL_FIELD_NUMBER: _ClassVar[int]
     RANKS_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
     REASONS_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    EVICTS_FIELD_NUMBER: _ClassVar[int]
+    RISKS_FIELD_NUMBER: _ClassVar[int]
+    STANDBY_FIELD_NUMBER: _ClassVar[int]
     model: str
     pool: str
     ranks: _containers.RepeatedScalarFieldContainer[int]
     action: str
     reasons: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, model: _Optional[str] = ..., pool: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., action: _Optional[str] = ..., reasons: _Optional[_Iterable[str]] = ...) -> None: ...
+    path: str
+    bytes: int
+    seconds: float
+    evicts: _containers.RepeatedScalarFieldContainer[str]
+    risks: _containers.RepeatedScalarFieldContainer[str]
+    standby: bool
+    def __init__(self, model: _Optional[str] = ..., pool: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., action: _Optional[str] = ..., reasons: _Optional[_Iterable[str]] = ..., path: _Optional[str] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., evicts: _Optional[_Iterable[str]] = ..., risks: _Optional[_Iterable[str]] = ..., standby: _Optional[bool] = ...) -> None: ...
 
 class GetRequest(_message.Message):
     __slots__ = ("kind", "name")

@@ -238,3 +238,25 @@ def test_what_pools_hold_is_adopted_also_before_its_checkpoint_was_read() -> Non
     assert places(decision) == [("m", "p", (0,))]
     later = decide(desired("m"), observed(record("p", group())), Placed(decision.groups))
     assert later.groups[0].bytes_per_rank[0] > sum(SHAPE.layer_bytes)
+
+
+def test_an_idle_model_moves_for_one_that_fits_nowhere_and_a_busy_one_stays() -> None:
+    """Pool p is the only one that `large` may use, and has room for it once `m` has gone to pool q."""
+    site = Desired(
+        {"m": asked("m", model_spec()), "large": asked("large", model_spec(pools=("p",)))},
+        {name: PoolEntry(SPEC, 1) for name in ("p", "q")},
+    )
+    for running, expected in ((0, [("large", "p", (0,)), ("m", "q", (0,))]), (1, [("m", "p", (0,))])):
+        serving = msgspec.structs.replace(group(), running=running)
+        decision = decide(site, observed(record("p", serving), record("q")), Placed(placed(("m", "p", 0))))
+        assert places(decision) == expected
+        assert ("large" in decision.unplaced) == bool(running)
+
+
+def test_what_a_plan_promised_is_what_the_controller_does() -> None:
+    """The same decision is behind both; it is the same again once the objects are stored."""
+    site, seen = desired("m", "n", pools=("p", "q")), observed(record("p", group()), record("q"))
+    promised = decide(site, seen, Placed(placed(("m", "p", 0))))
+    done = decide(site, seen, Placed(promised.groups))
+    assert places(done) == places(promised) == [("m", "p", (0,)), ("n", "q", (0,))]
+    assert assigned(promised, "q") == ["n"]
