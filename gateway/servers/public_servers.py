@@ -23,6 +23,7 @@ from gateway.servers import health_service, ports
 from gateway.servers.admin_guard import AdminGuard
 from gateway.servers.health_service import HealthService
 from gateway.servers.inference_service import InferenceService
+from gateway.servers.malformed import MalformedRequests
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class PublicServers:
     async def _start_grpc(
         self, inference: InferenceService, health: HealthService, admin: AdminServicer | None, secret: str
     ) -> None:
-        guards = [] if ports.is_loopback(self.host) else [AdminGuard(secret)]
+        guards = [*([] if ports.is_loopback(self.host) else [AdminGuard(secret)]), MalformedRequests()]
         server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 1)], interceptors=guards)
         add_InferenceServicer_to_server(inference, server)
         add_HealthServicer_to_server(health, server)

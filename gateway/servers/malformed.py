@@ -1,0 +1,74 @@
+"""Bytes that are no message of the method's type are the caller's fault; gRPC itself would end the call as UNKNOWN."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from gateway.api.errors import invalid
+from gateway.servers.grpc_errors import abort
+
+Handler = grpc.RpcMethodHandler
+Context = grpc.aio.ServicerContext
+
+
+@dataclass(frozen=True, slots=True)
+class _Malformed:
+    reason: str
+
+
+class MalformedRequests(grpc.aio.ServerInterceptor):
+    """INVALID_ARGUMENT for what cannot be read, of methods that take one request."""
+
+    def __init__(self) -> None:
+        self._wrapped: dict[str, Handler] = {}  # by method; bounded by those that exist
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming or handler.request_deserializer is None:
+            return handler
+        method = handler_call_details.method
+        if method not in self._wrapped:
+            self._wrapped[method] = _wrapped(handler)
+        return self._wrapped[method]
+
+
+def _wrapped(handler: Any) -> Handler:
+    deserialize = handler.request_deserializer
+
+    def read(raw: bytes) -> Any:
+        try:
+            return deserialize(raw)
+        except DecodeError as error:
+            return _Malformed(str(error))
+
+    make = grpc.unary_stream_rpc_method_handler if handler.response_streaming else grpc.unary_unary_rpc_method_handler
+    behaviour = _checked(handler.unary_stream if handler.response_streaming else handler.unary_unary)
+    return make(behaviour, request_deserializer=read, response_serializer=handler.response_serializer)
+
+
+def _checked(behaviour: Callable[[Any, Context], Any]) -> Callable[[Any, Context], Any]:
+    async def whole(request: Any, context: Context) -> Any:
+        await _refuse_malformed(request, context)
+        return await behaviour(request, context)
+
+    async def stream(request: Any, context: Context) -> AsyncIterator[Any]:
+        await _refuse_malformed(request, context)
+        async for message in behaviour(request, context):
+            yield message
+
+    return stream if inspect.isasyncgenfunction(behaviour) else whole
+
+
+async def _refuse_malformed(request: Any, context: Context) -> None:
+    if isinstance(request, _Malformed):
+        await abort(context, invalid(f"the request cannot be read: {request.reason}"))
