@@ -211,6 +211,8 @@ class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
     seconds: float
     # Not empty: the whole step failed on this rank, nothing was sampled.
     error: str = ""
+    # The group's answers cannot be trusted any more: it fails as a whole, its ranks do not.
+    damaged: bool = False
 
 
 Report = Welcome | Progress | Done | StepDone

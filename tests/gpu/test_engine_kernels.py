@@ -10,6 +10,7 @@ import torch
 
 from workers.engines.torch.cuda import ops
 from workers.engines.torch.cuda.kv import LayerKv
+from workers.engines.torch.noise import keys
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 RUNS = torch.cuda.is_available() or ops._INTERPRETED
@@ -163,12 +164,12 @@ def filters(count: int, temperature: float = 1.0, top_k: int = 0, top_p: float =
     ],
 )
 def test_draws(options: dict[str, float]) -> None:
-    """The same numbers give the same tokens as sorting does."""
+    """The same noise gives the same tokens as sorting does."""
     vocabulary, count = 300, 16 if ops._INTERPRETED else 256
     logits = random(3, vocabulary) * 3
     rows = torch.arange(count, device=DEVICE) % 3
-    numbers = torch.rand(count, device=DEVICE)
+    low, high = (torch.tensor(part, device=DEVICE) for part in zip(*(keys(seed, 5) for seed in range(count)), strict=True))
     chosen = filters(count, **options)  # type: ignore[arg-type]
-    wanted = ops._plain_draw(logits[rows], chosen, numbers)
-    found = ops.draw(logits, rows, chosen, numbers, 88.0, 32)
-    assert (found == wanted).float().mean() > 0.98, "a number on the edge between two tokens may fall to either"
+    wanted = ops._plain_draw(logits[rows], chosen, low, high)
+    found = ops.draw(logits, rows, chosen, low, high, 88.0, 32)
+    assert (found == wanted).float().mean() > 0.98, "a token on the edge of a filter may fall to either side"

@@ -130,6 +130,8 @@ class PoolCore:
 
     def on_step_done(self, now: float, done: StepDone) -> None:
         self._now = now
+        if done.damaged and (group := self.state.groups.get(done.group_id)):
+            self._lifecycle.on_damaged(now, group, done.error)
         self._stepper.on_done(now, done)
         self._settle(now)
 

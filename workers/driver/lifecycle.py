@@ -146,6 +146,11 @@ class Lifecycle:
             self._to(group, "checking", "")
             self._effects.prepare_canary(group.id, group.model, group.spec)
 
+    def on_damaged(self, now: float, group: Group, reason: str) -> None:
+        """Its weights give no numbers. Ranks are healthy and serve their other models; this one is loaded anew after a pause."""
+        if group.state in ("checking", "ready", "draining"):
+            self._fail(now, group, reason)
+
     def on_canary_prompt(self, now: float, group: Group, prompt: tuple[int, ...] | str) -> None:
         if group.state != "checking":
             return

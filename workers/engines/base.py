@@ -13,6 +13,12 @@ ProgressFn = Callable[[float, str], None]
 """(fraction 0..1, what is being done)"""
 
 
+class DamagedModelError(ArithmeticError):
+    """A model's logits are no numbers: its weights are damaged, or overflow. Raised after everything that a group's ranks do
+    together in a step, so all of them are ready for the next command.
+    """
+
+
 class Shard(Protocol):
     """One rank's part of one worker group, ready to compute. Used by one thread at a time."""
 
@@ -21,7 +27,10 @@ class Shard(Protocol):
         ...
 
     def step(self, step: Step) -> StepDone | None:
-        """Compute one step. The last stage's first shard returns what was sampled, every other rank None."""
+        """Compute one step. The last stage's first shard returns what was sampled, every other rank None.
+
+        DamagedModelError fails the worker group; any other error its step, or the process where peers wait for this rank.
+        """
         ...
 
     def grow_kv(self, blocks: int) -> None:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from gateway.api.config import ModelSpec
 from workers.comm.base import GroupComm
-from workers.engines.base import Engine, EnqueuingShard, ParkableShard, PendingStep, Shard, Waking
+from workers.engines.base import DamagedModelError, Engine, EnqueuingShard, ParkableShard, PendingStep, Shard, Waking
 from workers.memory.arena import Arena
 from workers.messages import (
     Done,
@@ -159,6 +159,9 @@ class ComputeThread:
                 pending, done = enqueuing.begin(command), None
             else:
                 pending, done = None, shard.step(command)
+        except DamagedModelError as error:
+            self._report(_failed_step(command, _describe(error), damaged=True))
+            return
         except Exception as error:
             self._report(_failed_step(command, _describe(error)))
             if len(shard.held().ranks) > 1:
@@ -325,8 +328,8 @@ class ComputeThread:
         return tuple(shard.held() for shard in self._shards.values())
 
 
-def _failed_step(command: Step, error: str) -> StepDone:
-    return StepDone(step=command.step, group_id=command.group_id, sampled=(), seconds=0.0, error=error)
+def _failed_step(command: Step, error: str, *, damaged: bool = False) -> StepDone:
+    return StepDone(step=command.step, group_id=command.group_id, sampled=(), seconds=0.0, error=error, damaged=damaged)
 
 
 def _attempt(work: Callable[[], None]) -> str:

@@ -55,6 +55,7 @@ class _Running:
     blocks: int = 0
     answer: list[SampledToken] = field(default_factory=list)
     announced: bool = False
+    generated: tuple[int, ...] = ()  # before a preemption
 
 
 class Runner:
@@ -76,6 +77,10 @@ class Runner:
         self._next += 1
         return self._next - 1
 
+    def preempted_after(self, sequence: int, generated: list[int]) -> None:
+        """The prompt ends with what was generated before a preemption."""
+        self._running[sequence].generated = tuple(generated)
+
     def step(self) -> tuple[SampledToken, ...]:
         parts = tuple(
             self._part(sequence, running) for sequence, running in self._running.items() if len(running.answer) < running.wanted
@@ -96,7 +101,8 @@ class Runner:
     def _part(self, sequence: int, running: _Running) -> SequenceStep:
         new = None
         if not running.announced:
-            new = NewSequence(running.sampling, (), tuple(running.prompt) if running.sampling.repetition_penalty != 1 else ())
+            prompt = tuple(running.prompt) if running.sampling.repetition_penalty != 1 else ()
+            new = NewSequence(running.sampling, running.generated, prompt)
             running.announced = True
         if running.done < len(running.prompt):
             tokens = tuple(running.prompt[running.done : running.done + self.chunk])

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from workers.engines.torch.sampler import SampleState, argmax, hashed_uniform, sample
+from workers.engines.base import DamagedModelError
+from workers.engines.torch.noise import gumbel, gumbel_rows, keys
+from workers.engines.torch.sampler import SampleState, argmax, sample
 from workers.messages import NewSequence, Sampling
 
 VOCABULARY = 40
@@ -20,11 +24,14 @@ LOGITS = torch.log(torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05] + [1e-9] * (VOCABULA
 class Given:
     """A head whose hidden states are the logits."""
 
+    def __init__(self, vocabulary: int = VOCABULARY) -> None:
+        self.vocabulary = vocabulary
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden
 
-    def argmax(self, hidden: torch.Tensor) -> list[int]:
-        return argmax(hidden).tolist()
+    def argmax(self, hidden: torch.Tensor, noise: Sequence[torch.Tensor | None]) -> list[int]:
+        return argmax(hidden, noise)
 
 
 def state(position: int = 0, generated: tuple[int, ...] = (), prompt: tuple[int, ...] = (), **options) -> SampleState:
@@ -36,7 +43,7 @@ def state(position: int = 0, generated: tuple[int, ...] = (), prompt: tuple[int,
 def draw(count: int, logits: torch.Tensor = LOGITS, **options) -> Counter[int]:
     """Tokens of `count` seeds."""
     states = [state(seed=seed, **options) for seed in range(count)]
-    tokens = sample(Given(), logits.repeat(count, 1), list(range(count)), states)
+    tokens = sample(Given(logits.shape[-1]), logits.repeat(count, 1), list(range(count)), states)
     return Counter(one.token for one in tokens)
 
 
@@ -89,9 +96,9 @@ def test_same_seed_same_token_whatever_the_batch() -> None:
     def states() -> list[SampleState]:
         return [state(position=row, seed=row * 77, **options[row]) for row in range(9)]
 
-    together = [one.token for one in sample(Given(), rows, list(range(9)), states())]
-    alone = [sample(Given(), rows[row : row + 1], [row], [states()[row]])[0].token for row in range(9)]
-    reverse = [one.token for one in sample(Given(), rows.flip(0), list(range(9)), states()[::-1])][::-1]
+    together = [one.token for one in sample(Given(rows.shape[1]), rows, list(range(9)), states())]
+    alone = [sample(Given(rows.shape[1]), rows[row : row + 1], [row], [states()[row]])[0].token for row in range(9)]
+    reverse = [one.token for one in sample(Given(rows.shape[1]), rows.flip(0), list(range(9)), states()[::-1])][::-1]
     assert together == alone == reverse
 
 
@@ -104,15 +111,75 @@ def test_positions_of_one_seed_differ_and_a_preempted_sequence_goes_on_where_it_
 
 
 @given(st.integers(min_value=-(2**63), max_value=2**64 - 1), st.integers(min_value=0, max_value=2**31))
-def test_random_numbers_lie_in_the_unit_interval(seed: int, position: int) -> None:
-    assert 0.0 <= hashed_uniform(seed, position) < 1.0
+@settings(max_examples=50, deadline=None)
+def test_cpu_and_gpu_compute_one_noise_and_it_is_finite(seed: int, position: int) -> None:
+    low, high = keys(seed, position)
+    here = gumbel(seed, position, np.arange(500, dtype=np.uint32))
+    there = gumbel_rows(torch.tensor([low]), torch.tensor([high]), 500)[0]
+    assert torch.equal(here, there)
+    assert bool(here.isfinite().all())
 
 
-def test_random_numbers_are_uniform_over_seeds_and_positions() -> None:
-    for values in ([hashed_uniform(seed, 0) for seed in range(2000)], [hashed_uniform(1, position) for position in range(2000)]):
-        assert sum(values) / 2000 == pytest.approx(0.5, abs=0.03)
-        counts = Counter(int(value * 10) for value in values)
-        assert min(counts.values()) > 140
+def test_the_noise_is_gumbels_over_tokens_positions_and_seeds() -> None:
+    """By deciles, and next to each other independent; the largest of 2^22 has the tail's right size (mean 15.8)."""
+    ids = np.arange(4000, dtype=np.uint32)
+    one = np.array([0], dtype=np.uint32)
+    over_tokens = gumbel(7, 3, ids)
+    over_positions = torch.cat([gumbel(7, position, one) for position in range(4000)])
+    over_seeds = torch.cat([gumbel(seed, 3, one) for seed in range(4000)])
+    for values in (over_tokens, over_positions, over_seeds):
+        uniform = torch.exp(-torch.exp(-values.double()))
+        counts = torch.histc(uniform, 10, 0, 1)
+        assert float((counts - 400).abs().max()) < 90
+        assert abs(float(torch.corrcoef(torch.stack((uniform[1:], uniform[:-1])))[0, 1])) < 0.06
+    assert 12 < float(gumbel(1, 1, np.arange(2**22, dtype=np.uint32)).max()) < 23
+
+
+EDGES = [0.0, -1.0, 5e-324, 1e-38, 1e-9, 1e-4, 1.0, 1e30, math.inf, -math.inf, math.nan]
+
+
+@given(
+    temperature=st.sampled_from(EDGES),
+    top_p=st.sampled_from(EDGES),
+    min_p=st.sampled_from(EDGES),
+    top_k=st.sampled_from([-5, 0, 1, 39, 40, 41, 2**31]),
+    penalty=st.sampled_from(EDGES),
+    frequency=st.sampled_from(EDGES),
+    logprobs=st.sampled_from([-1, 0, 3, 1000]),
+)
+@settings(max_examples=300, deadline=None)
+def test_whatever_the_parameters_a_token_of_the_vocabulary_is_drawn(
+    temperature, top_p, min_p, top_k, penalty, frequency, logprobs
+) -> None:
+    drawn = state(
+        generated=(0, 1),
+        prompt=(2,),
+        temperature=temperature,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+        repetition_penalty=penalty,
+        frequency_penalty=frequency,
+        logprobs=logprobs,
+    )
+    logits = torch.cat((LOGITS[:-1], torch.tensor([-math.inf])))  # some heads mask a token so
+    sampled = sample(Given(), logits.unsqueeze(0), [1], [drawn])[0]
+    assert 0 <= sampled.token < VOCABULARY - 1
+    assert math.isfinite(sampled.logprob)
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 5e-324, -1.0, math.nan])
+def test_temperatures_below_the_floor_are_greedy(temperature: float) -> None:
+    assert draw(50, temperature=temperature) == {0: 50}
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0}, {"logprobs": 1}, {"temperature": 0.5, "top_k": 3}])
+def test_logits_that_are_no_numbers_are_an_error(bad: float, options) -> None:
+    rows = torch.stack((LOGITS, LOGITS))
+    rows[1, 7] = bad
+    with pytest.raises(DamagedModelError, match="NaN"):
+        sample(Given(rows.shape[1]), rows, [1, 2], [state(**options), state(**options)])
 
 
 def test_repetition_penalty_counts_prompt_and_answer() -> None:
@@ -164,7 +231,7 @@ def test_log_probabilities_are_the_models_own() -> None:
 def test_any_mixture_gives_every_sequence_one_valid_token(samplings: list[Sampling]) -> None:
     rows = torch.randn(len(samplings), VOCABULARY, generator=torch.Generator().manual_seed(1))
     states = [SampleState.start(NewSequence(sampling, (1, 2), (3,))) for sampling in samplings]
-    found = sample(Given(), rows, [10 + row for row in range(len(samplings))], states)
+    found = sample(Given(rows.shape[1]), rows, [10 + row for row in range(len(samplings))], states)
     assert [one.sequence for one in found] == [10 + row for row in range(len(samplings))]
     for one, sampling, after in zip(found, samplings, states, strict=True):
         assert 0 <= one.token < VOCABULARY

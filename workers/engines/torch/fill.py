@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from gateway.api.errors import invalid
 from workers.comm.base import GroupComm
 from workers.engines.torch import int4, norm
-from workers.engines.torch.head import ScreenedHead, rounding_errors
+from workers.engines.torch.head import RoundedHead, ScreenedHead, rounding_errors
 from workers.engines.torch.int4 import Int4Blocks
 from workers.engines.torch.linear import (
     DenseLinear,
@@ -94,8 +94,8 @@ class StageFiller:
                 self._fuse(name, parent, group)
         for child, module in parent.named_children():
             full = f"{name}.{child}" if name else child
-            if module is self._stage.model.get_output_embeddings() and self._screens_head(module):
-                setattr(parent, child, self._screened_head(full))
+            if module is self._stage.model.get_output_embeddings() and isinstance(module, nn.Linear):
+                setattr(parent, child, self._head(full, module))
             elif isinstance(module, (nn.Linear, Conv1D)):
                 setattr(parent, child, self._linear(full, module))
             elif norm.is_rms_norm(module):
@@ -120,6 +120,16 @@ class StageFiller:
         shared = SharedProjection(self._matrix(names, cuts, has_bias, transposed=False), sizes)
         for index, child in enumerate(group):
             setattr(parent, child, ProjectionPart(shared, index))
+
+    def _head(self, name: str, module: nn.Linear) -> nn.Module:
+        """Exact in fp32 where it matters, but for 4-bit heads over several ranks, of which nobody keeps more than 4 bits."""
+        if self._screens_head(module):
+            return self._screened_head(name)
+        linear = self._linear(name, module)
+        inner = linear.linear if isinstance(linear, GatheredLinear) else linear
+        if not isinstance(inner, (DenseLinear, Int8Linear)) or self._precision.compute is torch.float32:
+            return linear
+        return GatheredLinear(RoundedHead(inner), self._comm) if isinstance(linear, GatheredLinear) else RoundedHead(inner)
 
     def _screens_head(self, module: nn.Module) -> bool:
         return (

@@ -1,21 +1,49 @@
 """From logits to tokens, vectorised over the sequences of a step.
 
-Random numbers are a hash of (seed, position): the same request gives the same numbers in any batch, on any rank, and after
-a preemption. Reported log-probabilities are those of the model itself, before penalties, temperature and filters.
+What is promised of seeds: the noise of a draw depends on (seed, position, token) alone (`noise`), so equal logits give equal
+tokens, in any batch, however prompts are cut, on any rank, and after a preemption. Logits of differently shaped steps may differ
+by rounding, which changes a token only where two come that near to each other. A request without a seed got one at the gateway.
+Reported log-probabilities are those of the model itself, before penalties, temperature and filters.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import msgspec
+import numpy as np
 import torch
 
+from workers.engines.torch.head import not_finite
+from workers.engines.torch.noise import gumbel
 from workers.messages import NewSequence, SampledToken, Sampling
 
 _CANDIDATES = 512  # top-p looks at so many first; their mass nearly always suffices, and a full sort costs 30 times more
-_UINT64 = 0xFFFFFFFFFFFFFFFF
+COLDEST, HOTTEST = 1e-4, 1e4  # below, temperatures are greedy; above, nothing changes any more
+_MOST_PENALTY = 1e3
+
+
+def sane(sampling: Sampling) -> Sampling:
+    """What a sampler can compute with: no NaN, no infinity, nothing outside its range. Gateways refuse such values before."""
+    temperature = _within(sampling.temperature, 0.0, HOTTEST, 0.0)
+    return msgspec.structs.replace(
+        sampling,
+        temperature=temperature if temperature >= COLDEST else 0.0,
+        top_p=_within(sampling.top_p, 0.0, 1.0, 1.0),
+        top_k=max(0, sampling.top_k),
+        min_p=_within(sampling.min_p, 0.0, 1.0, 0.0),
+        repetition_penalty=_within(sampling.repetition_penalty, 1 / _MOST_PENALTY, _MOST_PENALTY, 1.0),
+        presence_penalty=_within(sampling.presence_penalty, -_MOST_PENALTY, _MOST_PENALTY, 0.0),
+        frequency_penalty=_within(sampling.frequency_penalty, -_MOST_PENALTY, _MOST_PENALTY, 0.0),
+    )
+
+
+def _within(value: float, low: float, high: float, instead_of_nan: float) -> float:
+    return instead_of_nan if math.isnan(value) else min(max(value, low), high)
 
 
 @dataclass
@@ -29,10 +57,10 @@ class SampleState:
 
     @classmethod
     def start(cls, new: NewSequence) -> SampleState:
-        state = cls(new.sampling, len(new.generated))
+        state = cls(sane(new.sampling), len(new.generated))
         if state.counts_tokens:
             state.counts.update(new.generated)
-        if new.sampling.repetition_penalty != 1.0:
+        if state.sampling.repetition_penalty != 1.0:
             state.seen.update(new.prompt, new.generated)
         return state
 
@@ -41,14 +69,20 @@ class SampleState:
         return self.sampling.presence_penalty != 0.0 or self.sampling.frequency_penalty != 0.0
 
     @property
-    def is_plain_greedy(self) -> bool:
+    def takes_largest(self) -> bool:
+        """The token is where logit + temperature * noise is largest; nobody asks for the other logits."""
         sampling = self.sampling
+        unfiltered = sampling.top_k == 0 and sampling.top_p >= 1.0 and sampling.min_p == 0.0
         return (
-            sampling.temperature <= 0.0
+            (sampling.temperature == 0.0 or unfiltered)
             and sampling.logprobs < 0
             and sampling.repetition_penalty == 1.0
             and not self.counts_tokens
         )
+
+    def noise(self, tokens: np.ndarray) -> torch.Tensor:
+        """Of its next token; fp32, one of each id (uint32)."""
+        return gumbel(self.sampling.seed, self.position, tokens)
 
     def add(self, token: int) -> None:
         self.position += 1
@@ -59,25 +93,29 @@ class SampleState:
 
 
 class Head(Protocol):
+    @property
+    def vocabulary(self) -> int: ...
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[n, hidden] → [n, vocabulary]"""
         ...
 
-    def argmax(self, hidden: torch.Tensor) -> list[int]:
-        """Of every row; may be cheaper than the logits."""
+    def argmax(self, hidden: torch.Tensor, noise: Sequence[torch.Tensor | None]) -> list[int]:
+        """Of every row, with its noise [vocabulary] added; may be cheaper than the logits. DamagedModelError as `argmax`."""
         ...
 
 
 def sample(head: Head, hidden: torch.Tensor, sequences: list[int], states: list[SampleState]) -> tuple[SampledToken, ...]:
-    """hidden [n, hidden], row i of sequences[i]. Advances the states."""
-    greedy = [row for row, state in enumerate(states) if state.is_plain_greedy]
+    """hidden [n, hidden], row i of sequences[i]. Advances the states. DamagedModelError when logits are no numbers."""
+    quick = [row for row, state in enumerate(states) if state.takes_largest]
     sampled: dict[int, SampledToken] = {}
-    if greedy:
-        tokens = head.argmax(hidden if len(greedy) == len(states) else hidden[greedy])
-        sampled = {row: SampledToken(sequences[row], token) for row, token in zip(greedy, tokens, strict=True)}
-    if len(greedy) < len(states):
+    if quick:
+        noise = [_scaled_noise(states[row], head.vocabulary) for row in quick]
+        tokens = head.argmax(hidden if len(quick) == len(states) else hidden[quick], noise)
+        sampled = {row: SampledToken(sequences[row], token) for row, token in zip(quick, tokens, strict=True)}
+    if len(quick) < len(states):
         others = [row for row in range(len(states)) if row not in sampled]
-        logits = head.logits(hidden[others] if greedy else hidden).float()
+        logits = head.logits(hidden[others] if quick else hidden).float()
         found = _sample(logits, [sequences[row] for row in others], [states[row] for row in others])
         sampled.update(zip(others, found, strict=True))
     for row, state in enumerate(states):
@@ -85,26 +123,39 @@ def sample(head: Head, hidden: torch.Tensor, sequences: list[int], states: list[
     return tuple(sampled[row] for row in range(len(states)))
 
 
+def _scaled_noise(state: SampleState, vocabulary: int) -> torch.Tensor | None:
+    temperature = state.sampling.temperature
+    return state.noise(np.arange(vocabulary, dtype=np.uint32)).mul_(temperature) if temperature > 0.0 else None
+
+
 def _sample(logits: torch.Tensor, sequences: list[int], states: list[SampleState]) -> tuple[SampledToken, ...]:
     raw = logits
+    chosen = argmax(raw)  # also looks whether they are numbers
     if any(state.seen or state.counts for state in states):
         logits = logits.clone()
         for row, state in zip(logits, states, strict=True):
             _penalize(row, state)
-    tokens = argmax(logits)
-    random = [row for row, state in enumerate(states) if state.sampling.temperature > 0.0]
-    if random:
-        tokens[random] = _draw(logits[random], [states[row] for row in random])
-    chosen: list[int] = tokens.tolist()
+        chosen = argmax(logits)
+    for row, state in enumerate(states):
+        if state.sampling.temperature > 0.0:
+            chosen[row] = _draw(logits[row], state)
     return tuple(
         _report(raw[row], sequence, token, states[row].sampling.logprobs)
         for row, (sequence, token) in enumerate(zip(sequences, chosen, strict=True))
     )
 
 
-def argmax(logits: torch.Tensor) -> torch.Tensor:
-    """By numpy: 20 times as fast as torch's on CPU for a large vocabulary."""
-    return torch.from_numpy(logits.float().numpy().argmax(axis=-1))
+def argmax(logits: torch.Tensor, noise: Sequence[torch.Tensor | None] = ()) -> list[int]:
+    """By numpy: 20 times as fast as torch's on CPU for a large vocabulary. DamagedModelError where no logit is the largest."""
+    rows = logits.float().numpy()
+    tokens = rows.argmax(axis=-1)
+    if not np.isfinite(np.take_along_axis(rows, tokens[:, None], axis=-1)).all():
+        raise not_finite()
+    found: list[int] = tokens.tolist()
+    for row, added in enumerate(noise):
+        if added is not None:
+            found[row] = int((rows[row] + added.numpy()).argmax())
+    return found
 
 
 def _penalize(row: torch.Tensor, state: SampleState) -> None:
@@ -121,61 +172,37 @@ def _penalize(row: torch.Tensor, state: SampleState) -> None:
         row[ids] -= sampling.presence_penalty + sampling.frequency_penalty * counts
 
 
-def _draw(logits: torch.Tensor, states: list[SampleState]) -> torch.Tensor:
-    """One token a row: temperature, then top-k, top-p and min-p, then the inverse of the cumulative distribution."""
-    sampling = [state.sampling for state in states]
-    temperature = torch.tensor([one.temperature for one in sampling]).unsqueeze(1)
-    probabilities = torch.softmax(logits / temperature, dim=-1)
-    filtered = [row for row, one in enumerate(sampling) if one.top_k > 0 or one.top_p < 1.0]
-    tokens = torch.empty(len(states), dtype=torch.int64)
-    uniform = torch.tensor([hashed_uniform(one.seed, state.position) for one, state in zip(sampling, states, strict=True)])
-    min_p = torch.tensor([one.min_p for one in sampling]).unsqueeze(1)
-    if filtered:
-        tokens[filtered] = _draw_filtered(
-            probabilities[filtered], [sampling[row] for row in filtered], min_p[filtered], uniform[filtered]
-        )
-    free = [row for row in range(len(states)) if row not in set(filtered)]
-    if free:
-        part = probabilities[free]
-        part = part.masked_fill(part < min_p[free] * part.amax(-1, keepdim=True), 0.0)
-        tokens[free] = _invert(part, uniform[free])
-    return tokens
+def _draw(logits: torch.Tensor, state: SampleState) -> int:
+    """[vocabulary] → one token: temperature, then top-k, top-p and min-p, then the largest with noise of what is left."""
+    sampling = state.sampling
+    scaled = (logits - logits.max()) / sampling.temperature
+    vocabulary = scaled.shape[0]
+    if sampling.top_k == 0 and sampling.top_p >= 1.0:
+        if sampling.min_p > 0.0:
+            scaled = scaled.masked_fill(scaled < math.log(sampling.min_p), -math.inf)
+        return int((scaled + state.noise(np.arange(vocabulary, dtype=np.uint32))).numpy().argmax())
+    values, ids = _filtered(scaled, sampling)
+    return int(ids[int((values + state.noise(ids.numpy().astype(np.uint32))).argmax())])
 
 
-def _draw_filtered(
-    probabilities: torch.Tensor, sampling: list[Sampling], min_p: torch.Tensor, uniform: torch.Tensor
-) -> torch.Tensor:
-    vocabulary = probabilities.shape[1]
-    top_k = torch.tensor([one.top_k if one.top_k > 0 else vocabulary for one in sampling]).unsqueeze(1)
-    top_p = torch.tensor([one.top_p for one in sampling], dtype=torch.float64).unsqueeze(1)
-    width = min(vocabulary, max(_CANDIDATES, max(one.top_k for one in sampling)))
-    values, ids = probabilities.topk(width, dim=-1)
-    unlimited = top_k.squeeze(1) > width
-    if bool(((values.double().sum(-1) < top_p.squeeze(1)) & unlimited).any()):
-        values, ids = probabilities.sort(dim=-1, descending=True)
+def _filtered(scaled: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """(values, ids) of what top-k, top-p and min-p leave, the most likely first; at least one. `scaled` is at most 0."""
+    vocabulary = scaled.shape[0]
+    top_k = sampling.top_k if 0 < sampling.top_k < vocabulary else vocabulary
+    width = top_k if top_k < vocabulary else min(vocabulary, _CANDIDATES)
     # top-p is of what top-k left, as in every other server.
-    values = values.double().masked_fill_(torch.arange(values.shape[1]) >= top_k, 0.0)
-    mass = torch.where(top_k < vocabulary, values.sum(-1, keepdim=True), torch.ones(1, dtype=torch.float64))
-    before = values.cumsum(-1) - values
-    values = values.masked_fill(before >= top_p * mass, 0.0)  # the token that reaches the mass is kept
-    values = values.masked_fill(values < min_p * values[:, :1], 0.0)
-    return ids.gather(1, _invert(values, uniform).unsqueeze(1)).squeeze(1)
-
-
-def _invert(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """The index where the running sum of each row passes `uniform` of its total; never one of weight 0."""
-    running = weights.double().cumsum(-1)
-    wanted = uniform.double().unsqueeze(1) * running[:, -1:]
-    found = torch.searchsorted(running, wanted, right=True).squeeze(1)
-    return found.clamp_(max=weights.shape[1] - 1)
-
-
-def hashed_uniform(seed: int, position: int) -> float:
-    """In [0, 1): the splitmix64 output function (https://prng.di.unimi.it/splitmix64.c) over seed and position."""
-    value = (seed * 0x9E3779B97F4A7C15 + (position + 1) * 0xD1342543DE82EF95) & _UINT64
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _UINT64
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _UINT64
-    return ((value ^ (value >> 31)) >> 11) * 2.0**-53
+    total = float(scaled.exp().sum(dtype=torch.float64)) if top_k == vocabulary else 0.0
+    values, ids = scaled.topk(width)
+    mass = values.double().exp()
+    if total and float(mass.sum()) < sampling.top_p * total:
+        values, ids = scaled.sort(descending=True)
+        mass = values.double().exp()
+    before = mass.cumsum(0) - mass
+    kept = before < sampling.top_p * (total or float(mass.sum()))  # the token that reaches the mass is kept
+    if sampling.min_p > 0.0:
+        kept &= values >= math.log(sampling.min_p)
+    kept[0] = True
+    return values[kept], ids[kept]
 
 
 def _report(raw: torch.Tensor, sequence: int, token: int, logprobs: int) -> SampledToken:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 from workers.comm.base import GroupComm
 from workers.engines.torch.attention import BatchHolder
-from workers.engines.torch.head import ScreenedHead
+from workers.engines.torch.head import RescoredHead
 from workers.engines.torch.kv import PagedKv
 from workers.engines.torch.memory import TensorRegion
 from workers.engines.torch.sampler import argmax, sample
@@ -60,6 +61,7 @@ class TorchShard:
         self._parked = False
         self._awake_bytes: dict[str, int] = {}  # by kind, beside KV, while it is parked
         self._hidden = stage.base.config.hidden_size
+        self._softcap: float | None = getattr(stage.model.config, "final_logit_softcapping", None)
 
     def held(self) -> HeldShard:
         command, facts = self._command, self._facts
@@ -129,14 +131,21 @@ class TorchShard:
         return stage.base(inputs_embeds=hidden, position_ids=inputs.positions, use_cache=False).last_hidden_state
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        logits = self._model.lm_head(hidden)
-        softcap = getattr(self._model.config, "final_logit_softcapping", None)
-        return logits if softcap is None else torch.tanh(logits.float() / softcap) * softcap
+        logits = self._model.lm_head(hidden).float()
+        softcap = self._softcap
+        return torch.tanh(logits / softcap) * softcap if softcap else logits
 
-    def argmax(self, hidden: torch.Tensor) -> list[int]:
-        """A softcap does not change the order."""
+    @property
+    def vocabulary(self) -> int:
+        return self._model.config.vocab_size
+
+    def argmax(self, hidden: torch.Tensor, noise: Sequence[torch.Tensor | None]) -> list[int]:
         head = self._model.lm_head
-        return head.argmax(hidden) if isinstance(head, ScreenedHead) else argmax(head(hidden)).tolist()
+        noisy = any(added is not None for added in noise)
+        if isinstance(head, RescoredHead) and not (noisy and self._softcap):
+            return head.argmax(hidden, noise)
+        # A softcap does not change the order, except of noisy logits.
+        return argmax(self.logits(hidden) if noisy else head(hidden), noise)
 
     def set_threads(self, count: int) -> None:
         """From the next step on."""

@@ -1,7 +1,7 @@
 """Drawing tokens where the logits are: nothing here waits for the GPU.
 
-Random numbers are those of the CPU's sampler, a hash of (seed, position): the same request gives the same numbers in any batch,
-on any rank, and after a preemption. What penalties must know of a sequence is kept on its device, because a step begins before
+Noise is that of the CPU's sampler, a hash of (seed, position, token): the same request gets the same in any batch, on any rank,
+and after a preemption. What penalties must know of a sequence is kept on its device, because a step begins before
 the token of the one before it has reached the host.
 """
 
@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from workers.engines.torch.cuda import ops
-from workers.engines.torch.sampler import hashed_uniform
+from workers.engines.torch.noise import keys
+from workers.engines.torch.sampler import sane
 from workers.messages import NewSequence, SampledToken, Sampling
 
 SPAN = 88.0  # e^-88 is the smallest normal fp32
@@ -55,13 +56,13 @@ class DrawState:
 
     @classmethod
     def start(cls, new: NewSequence, vocabulary: int, device: torch.device) -> DrawState:
-        sampling = new.sampling
+        sampling = sane(new.sampling)
         plain = sampling.repetition_penalty == 1.0 and not sampling.presence_penalty and not sampling.frequency_penalty
         return cls(sampling, len(new.generated), None if plain else TokenCounts(vocabulary, new, device))
 
     @property
     def is_plain_greedy(self) -> bool:
-        return self.sampling.temperature <= 0.0 and self.sampling.logprobs < 0 and self.tokens is None
+        return self.sampling.temperature == 0.0 and self.sampling.logprobs < 0 and self.tokens is None
 
 
 @dataclass(frozen=True)
@@ -145,8 +146,9 @@ def _draw(logits: torch.Tensor, rows: torch.Tensor, states: list[DrawState]) -> 
     top_k = _on([one.top_k for one in sampling], torch.int32, device)
     top_p = _on([one.top_p for one in sampling], torch.float32, device)
     min_p = _on([one.min_p for one in sampling], torch.float32, device)
-    numbers = _on([hashed_uniform(state.sampling.seed, state.position) for state in states], torch.float32, device)
-    return ops.draw(logits, rows, ops.Filters(temperature, top_k, top_p, min_p), numbers, SPAN, _STEPS)
+    numbers = [keys(state.sampling.seed, state.position) for state in states]
+    low, high = (_on(part, torch.int64, device) for part in map(list, zip(*numbers, strict=True)))
+    return ops.draw(logits, rows, ops.Filters(temperature, top_k, top_p, min_p), low, high, SPAN, _STEPS)
 
 
 def _on(values: list[int] | list[float], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

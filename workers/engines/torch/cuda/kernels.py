@@ -250,6 +250,22 @@ def append_kernel(
 
 
 @triton.jit
+def _gumbel(token, low, high):
+    """The noise of `noise.gumbel`, bit by bit up to the logarithms."""
+    x = token.to(tl.uint32) * 0x9E3779B1 + low
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    x = x ^ (x >> 16) ^ high
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = x ^ (x >> 16)
+    v = tl.minimum((x.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
+    # log1p(-v): for small v its series, because 1 - v has lost what distinguishes them.
+    tail = tl.where(v < 1e-3, v * (1.0 + v * (0.5 + v * 0.33333334)), -tl.log(1.0 - v))
+    return -tl.log(tail)
+
+
+@triton.jit
 def draw_kernel(
     logits_ptr,
     row_ptr,
@@ -257,14 +273,15 @@ def draw_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
-    uniform_ptr,
+    low_ptr,
+    high_ptr,
     out_ptr,
     vocabulary,
     SPAN: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One token for a row of logits: temperature, then top-k, top-p and min-p, then the inverse of the distribution that is left.
+    """One token for a row of logits: temperature, then top-k, top-p and min-p, then the largest with noise of what is left.
 
     All three filters keep what is above a threshold, which bisection finds: no sort. Below the largest logit by more than SPAN
     (after temperature) lies nothing that counts.
@@ -320,26 +337,19 @@ def draw_kernel(
         threshold = low
     min_p = tl.load(min_p_ptr + number)
     threshold = tl.maximum(threshold, tl.where(min_p > 0.0, tl.log(tl.maximum(min_p, 1e-30)), -SPAN))
-    mass = tl.zeros([BLOCK], tl.float32)
+    key_low = tl.load(low_ptr + number).to(tl.uint32)
+    key_high = tl.load(high_ptr + number).to(tl.uint32)
+    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    token = tl.zeros([BLOCK], tl.int32)
     for start in range(0, vocabulary, BLOCK):
         inside = start + column < vocabulary
         x = tl.load(logits_ptr + row + start + column, mask=inside, other=float("-inf")).to(tl.float32)
         u = (x - top) * inverse
-        mass += tl.where(u >= threshold, tl.exp(u), 0.0)
-    target = tl.sum(mass, 0) * tl.load(uniform_ptr + number)
-    running = 0.0
-    chosen = vocabulary
-    last = 0
-    for start in range(0, vocabulary, BLOCK):
-        inside = start + column < vocabulary
-        x = tl.load(logits_ptr + row + start + column, mask=inside, other=float("-inf")).to(tl.float32)
-        u = (x - top) * inverse
-        weight = tl.where(u >= threshold, tl.exp(u), 0.0)
-        passed = (tl.cumsum(weight, 0) + running > target) & (weight > 0.0)
-        chosen = tl.minimum(chosen, tl.min(tl.where(passed, start + column, vocabulary), 0))
-        last = tl.maximum(last, tl.max(tl.where(weight > 0.0, start + column, 0), 0))
-        running += tl.sum(weight, 0)
-    tl.store(out_ptr + number, tl.where(chosen < vocabulary, chosen, last).to(tl.int64))
+        score = tl.where(inside & (u >= threshold), u + _gumbel(start + column, key_low, key_high), float("-inf"))
+        token = tl.where(score > best, start + column, token)
+        best = tl.maximum(best, score)
+    found = tl.min(tl.where(best == tl.max(best, 0), token, vocabulary - 1), 0)
+    tl.store(out_ptr + number, found.to(tl.int64))
 
 
 @triton.jit

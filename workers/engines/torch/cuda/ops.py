@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from workers.engines.torch.noise import gumbel_rows
+
 if TYPE_CHECKING:
     from workers.engines.torch.cuda.kv import LayerKv
 
@@ -329,13 +331,15 @@ class Filters:
 
 
 def draw(
-    logits: torch.Tensor, rows: torch.Tensor, filters: Filters, uniform: torch.Tensor, span: float, steps: int
+    logits: torch.Tensor, rows: torch.Tensor, filters: Filters, low: torch.Tensor, high: torch.Tensor, span: float, steps: int
 ) -> torch.Tensor:
-    """Tokens [n] int64 drawn from logits[rows]: temperature, top-k, top-p, min-p, then where the running sum of what is left, in
-    order of token ids, passes `uniform` of it. A filter keeps ties. Logits below the largest by more than `span` do not count.
+    """Tokens [n] int64 drawn from logits[rows]: temperature, top-k, top-p, min-p, then the largest with noise of what is left.
+
+    `low` and `high` [n] int64: the keys of the noise (`noise.keys`). A filter keeps ties. Logits below the largest by more than
+    `span` do not count.
     """
     if not fused(logits):
-        return _plain_draw(logits[rows], filters, uniform)
+        return _plain_draw(logits[rows], filters, low, high)
     out = torch.empty(rows.shape, dtype=torch.int64, device=logits.device)
     vocabulary = logits.shape[1]
     _kernels.draw_kernel[(rows.shape[0],)](
@@ -345,7 +349,8 @@ def draw(
         filters.top_k,
         filters.top_p,
         filters.min_p,
-        uniform,
+        low,
+        high,
         out,
         vocabulary,
         SPAN=span,
@@ -356,7 +361,7 @@ def draw(
     return out
 
 
-def _plain_draw(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -> torch.Tensor:
+def _plain_draw(logits: torch.Tensor, filters: Filters, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     vocabulary = logits.shape[1]
     weights = torch.softmax(logits.float() / filters.temperature.unsqueeze(1), dim=-1)
     ordered = weights.sort(dim=-1, descending=True).values
@@ -369,6 +374,4 @@ def _plain_draw(logits: torch.Tensor, filters: Filters, uniform: torch.Tensor) -
     limit = torch.where(filters.top_p.unsqueeze(1) < 1.0, ordered.gather(1, last), torch.zeros_like(ordered[:, :1]))
     weights = weights.masked_fill(weights < limit, 0.0)
     weights = weights.masked_fill(weights < filters.min_p.unsqueeze(1) * ordered[:, :1], 0.0)
-    running = weights.double().cumsum(-1)
-    found = torch.searchsorted(running, running[:, -1:] * uniform.unsqueeze(1), right=True).squeeze(1)
-    return found.clamp(max=vocabulary - 1)
+    return (weights.log() + gumbel_rows(low, high, vocabulary)).argmax(-1)
