@@ -13,6 +13,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "engine"))
 
 from random_checkpoints import greedy, save_random
+from safetensors.torch import load_file, save_file
+from shard_runner import answer
+from shard_runner import load as load_on_cpu
 
 from workers.comm.single import SingleComm
 from workers.engines.torch.cuda.engine import GpuEngine
@@ -85,3 +88,40 @@ def test_a_step_that_cannot_be_enqueued_fails_alone(rank: Rank, tmp_path: Path) 
     done = rank.wait(StepDone)
     assert isinstance(done, StepDone)
     assert [one.token for one in done.sampled] == greedy(directory, PROMPT, 1)
+
+
+def test_weights_that_give_nan_fail_steps_and_not_the_rank(rank: Rank, tmp_path: Path) -> None:
+    """Rule 7: the next load on this rank works."""
+    directory = save_random("llama", tmp_path / "llama")
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][PROMPT[2], 1] = float("nan")
+    save_file(tensors, file, {"format": "pt"})
+    load(rank, directory)
+    new = NewSequence(Sampling())
+    rank.compute.submit(Step(1, 7, (SequenceStep(1, tuple(PROMPT), 0, (3, 0), True, new),)))
+    rank.compute.submit(Step(2, 7, (SequenceStep(1, (), len(PROMPT), (), True),)))  # sent ahead
+    for _ in range(2):
+        done = rank.wait(StepDone)
+        assert isinstance(done, StepDone)
+        assert done.damaged
+        assert "NaN" in done.error
+    rank.compute.submit(UnloadShard(3, 7))
+    rank.wait(Done)
+    load(rank, save_random("qwen3", tmp_path / "qwen3"))
+    rank.compute.submit(UnloadShard(4, 7))
+    rank.wait(Done)
+
+
+def test_a_seed_gives_the_text_that_it_gives_on_a_cpu(rank: Rank, tmp_path: Path) -> None:
+    directory = save_random("llama", tmp_path / "llama")
+    sampling = Sampling(temperature=0.9, top_p=0.95, seed=77)
+    wanted = [one.token for one in answer(load_on_cpu(directory, tmp_path, precision="fp32"), PROMPT, COUNT, sampling)]
+    load(rank, directory)
+    rank.compute.submit(Step(1, 7, (SequenceStep(1, tuple(PROMPT), 0, (3, 0), True, NewSequence(sampling)),)))
+    for number in range(2, COUNT + 1):
+        rank.compute.submit(Step(number, 7, (SequenceStep(1, (), len(PROMPT) + number - 2, (), True),)))
+    found = [rank.wait(StepDone) for _ in range(COUNT)]
+    assert [done.sampled[0].token for done in found] == wanted  # type: ignore[union-attr]
+    rank.compute.submit(UnloadShard(3, 7))
+    rank.wait(Done)

@@ -148,7 +148,7 @@ class Lifecycle:
 
     def on_damaged(self, now: float, group: Group, reason: str) -> None:
         """Its weights give no numbers. Ranks are healthy and serve their other models; this one is loaded anew after a pause."""
-        if group.state in ("checking", "ready", "draining"):
+        if group.state in ("checking", "ready", "parking", "draining"):
             self._fail(now, group, reason)
 
     def on_canary_prompt(self, now: float, group: Group, prompt: tuple[int, ...] | str) -> None:
@@ -278,7 +278,7 @@ class Lifecycle:
             text = "; ".join(f"rank {rank}: {error}" for rank, error in sorted(op.errors.items()))
             self._effects.event("unload_failed", group.model, f"group {group.id}: {text}")
         self._state.ledger.release(group.id)
-        group.batcher, group.kv_blocks, group.held = None, 0, {}
+        group.batcher, group.kv_blocks, group.held, group.reclaim_to = None, 0, {}, None
         if group.state == "draining":
             del self._state.groups[group.id]
             self._effects.event("unloaded", group.model, f"group {group.id} on {group.wanted.placement} is gone")

@@ -75,7 +75,9 @@ class Transition:
     effect: Effect = ""
 
 
-_CAN_FAIL: tuple[State, ...] = ("waiting", "loading", "checking", "waking", "parked", "cold", "draining")
+# One that computes fails when its weights give no numbers.
+_COMPUTING: tuple[State, ...] = ("checking", "ready", "parking", "draining")
+_CAN_FAIL: tuple[State, ...] = ("waiting", "loading", "waking", "parked", "cold", *_COMPUTING)
 
 TRANSITIONS: tuple[Transition, ...] = (
     Transition("cold", "want", "waiting", (asked_for, once)),

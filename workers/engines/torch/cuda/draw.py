@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from workers.engines.torch.cuda import ops
+from workers.engines.torch.head import not_finite
 from workers.engines.torch.noise import keys
 from workers.engines.torch.sampler import sane
 from workers.messages import NewSequence, SampledToken, Sampling
@@ -78,10 +79,13 @@ class LogProbabilities:
 @dataclass(frozen=True)
 class Drawn:
     tokens: torch.Tensor  # [n] int64
+    largest: torch.Tensor  # [n], the logits of the most likely tokens
     log_probabilities: LogProbabilities | None = None
 
     def sampled(self, sequences: list[int], states: list[DrawState]) -> tuple[SampledToken, ...]:
-        """Where the tensors are on the host."""
+        """Where the tensors are on the host. DamagedModelError where logits are no numbers."""
+        if not bool(self.largest.isfinite().all()):
+            raise not_finite()
         tokens: list[int] = self.tokens.tolist()
         if self.log_probabilities is None:
             return tuple(SampledToken(sequence, token) for sequence, token in zip(sequences, tokens, strict=True))
@@ -101,10 +105,11 @@ class Drawn:
 
 def draw(logits: torch.Tensor, greedy: torch.Tensor, states: list[DrawState]) -> Drawn:
     """logits [n, vocabulary] and the largest of each row. Advances the states; the result is on the device."""
+    largest = logits.gather(1, greedy.unsqueeze(1)).squeeze(1)
     if all(state.is_plain_greedy for state in states):
         for state in states:
             state.position += 1
-        return Drawn(greedy)
+        return Drawn(greedy, largest)
     raw = logits.float()
     tokens = greedy.clone()
     penalized = [row for row, state in enumerate(states) if state.tokens is not None]
@@ -124,7 +129,7 @@ def draw(logits: torch.Tensor, greedy: torch.Tensor, states: list[DrawState]) ->
         counts.add(tokens[row : row + 1])
     for state in states:
         state.position += 1
-    return Drawn(tokens, _log_probabilities(raw, tokens, states))
+    return Drawn(tokens, largest, _log_probabilities(raw, tokens, states))
 
 
 def _log_probabilities(raw: torch.Tensor, tokens: torch.Tensor, states: list[DrawState]) -> LogProbabilities | None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from workers.comm.base import GroupComm
+from workers.engines.base import DamagedModelError
 from workers.engines.torch.cuda.draw import Drawn, DrawState, LogProbabilities, draw
 from workers.engines.torch.cuda.residency import FixedMemory, ParkedMemory
 from workers.engines.torch.cuda.sequences import Part, SequenceTable
@@ -33,10 +34,13 @@ class PendingStep:
     arrived: torch.cuda.Event | None
 
     def result(self) -> StepDone:
-        """Waits for the GPU. RuntimeError when it failed, which is fatal to the process."""
+        """Waits for the GPU. RuntimeError when it failed, which is fatal to the process; damaged weights are not."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        sampled = () if self.drawn is None else self.drawn.sampled(self.sequences, self.states)
+        try:
+            sampled = () if self.drawn is None else self.drawn.sampled(self.sequences, self.states)
+        except DamagedModelError as error:
+            return StepDone(self.step.step, self.step.group_id, (), time.perf_counter() - self.began, str(error), damaged=True)
         return StepDone(self.step.step, self.step.group_id, sampled, time.perf_counter() - self.began)
 
 
@@ -208,7 +212,7 @@ def _to_host(drawn: Drawn) -> Drawn:
     found = drawn.log_probabilities
     if found is not None:
         found = LogProbabilities(found.rows, _copy(found.chosen), _copy(found.ids), _copy(found.values))
-    return Drawn(_copy(drawn.tokens), found)
+    return Drawn(_copy(drawn.tokens), _copy(drawn.largest), found)
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
