@@ -60,7 +60,7 @@ class Packer:
         refusals: dict[str, tuple[Reason, ...]] = {}
         lacking = [model for model in self._models.values() if model.placed < model.request.replicas]
         lacking.sort(key=lambda model: _difficulty(model, order or _total_bytes))
-        for search in (self._search, self._search_standby):  # memory of their own for all, before any takes turns
+        for search in (self._search_own, self._search_standby):  # memory of their own for all, before any takes turns
             for model in lacking:
                 while model.placed < model.request.replicas and (group := search(model)) is not None:
                     self._enter(model, group)
@@ -81,7 +81,7 @@ class Packer:
     def place_one(self, request: ModelRequest) -> PlacedGroup | None:
         """One more group of a model, reserved; None when there is no place, and nothing changed."""
         model = self._models.setdefault(request.name, Candidate(request))
-        group = self._search(model) or self._search_standby(model)
+        group = self._search_own(model) or self._search_standby(model)
         if group is not None:
             self._enter(model, group)
         return group
@@ -113,6 +113,16 @@ class Packer:
             for pair in degrees(request, kind, *bounds)
         ]
         return sorted(pairs, key=lambda entry: entry[0][0] * entry[0][1])  # stable: the kind's own preference stays
+
+    def _search_own(self, model: Candidate) -> PlacedGroup | None:
+        """A place with memory of its own that leaves what takes turns there its turn."""
+        able = Candidate(model.request, model.replicas.copy(), sizes=model.sizes, slow=model.slow)
+        while (group := self._search(able)) is not None:
+            harmed = self._standby.harmed(group, pinned=model.request.pinned)
+            if not harmed:
+                return group
+            able.replicas.bar(group.pool, harmed, filter(None, (self.free.domain(group.pool, rank) for rank in harmed)))
+        return None
 
     def _search_standby(self, model: Candidate) -> PlacedGroup | None:
         """A place where it takes turns with others; see `placement.standby`."""
@@ -237,7 +247,11 @@ class Packer:
             if model is not None and stays:
                 # One that took turns gets memory of its own where there is room by now.
                 ways = [replace(group, standby=False), group] if group.standby else [group]
-                kept_as = next((way for way in ways if self._reserve(way)), None)
+                pinned = model.request.pinned
+                kept_as = next(
+                    (way for way in ways if (way.standby or not self._standby.harmed(way, pinned=pinned)) and self._reserve(way)),
+                    None,
+                )
             if model is not None and kept_as is not None:
                 self._add(model, kept_as)
                 kept.append(kept_as)

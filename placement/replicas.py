@@ -28,6 +28,17 @@ class Replicas:
             self._domains.add(domain.key)
             self._nodes.add(domain.key[1])
 
+    def bar(self, pool: str, ranks: Iterable[int], domains: Iterable[Domain]) -> None:
+        """As if these ranks, of these domains, held a group; also its pool counts as near then."""
+        self.ranks.setdefault(pool, set()).update(ranks)
+        self._domains.update(domain.key for domain in domains)
+
+    def copy(self) -> Replicas:
+        same = Replicas()
+        same.ranks = {pool: set(ranks) for pool, ranks in self.ranks.items()}
+        same._nodes, same._domains = set(self._nodes), set(self._domains)
+        return same
+
     def overlap(self, group: PlacedGroup) -> bool:
         return not self.ranks.get(group.pool, set()).isdisjoint(group.ranks)
 

@@ -27,7 +27,7 @@ class StandbyMemory:
             if device.healthy and not device.cordoned:
                 self._alone[place] = device.capacity_bytes - device.foreign_bytes
             self._host[device.node] += device.standby_bytes
-        self._waiting: dict[Place, int] = defaultdict(int)  # bytes of groups that take turns
+        self._waiting: dict[Place, list[int]] = defaultdict(list)  # bytes of each group that takes turns
         self._largest: dict[Place, int] = defaultdict(int)  # of the others
 
     @property
@@ -42,12 +42,30 @@ class StandbyMemory:
             else:
                 self._largest[place] = max(self._largest[place], size)
 
+    def harmed(self, group: PlacedGroup, *, pinned: bool) -> list[int]:
+        """Ranks where a group with memory of its own would bar one that takes turns there: by staying where that needs the
+        device alone, or by needing the host memory in which it stands by."""
+        found = []
+        for place, size in _places(group):
+            if not self._waiting[place]:
+                continue
+            if pinned:
+                harms = self._alone.get(place, 0) - size < max(self._waiting[place])
+            else:
+                before = self._largest[place]
+                self._largest[place] = max(before, size)
+                harms = not self._fits(self._node[place])
+                self._largest[place] = before
+            if harms:
+                found.append(place[1])
+        return found
+
     def would_fit(self, group: PlacedGroup) -> bool:
         """Whether `reserve` would take it."""
         if not self.reserve(group):
             return False
         for place, size in _places(group):
-            self._waiting[place] -= size
+            self._waiting[place].remove(size)
         return True
 
     def reserve(self, group: PlacedGroup) -> bool:
@@ -55,11 +73,11 @@ class StandbyMemory:
         if any(self._alone.get(place, -1) < size for place, size in _places(group)):
             return False
         for place, size in _places(group):
-            self._waiting[place] += size
+            self._waiting[place].append(size)
         if all(self._fits(self._node[place]) for place, _ in _places(group)):
             return True
         for place, size in _places(group):
-            self._waiting[place] -= size
+            self._waiting[place].remove(size)
         return False
 
     def find(
@@ -76,9 +94,9 @@ class StandbyMemory:
             for domain in domains:
                 pool = domain.key[0]
                 able = [-rank for _, rank in domain.free if -rank not in taken and self._alone.get((pool, -rank), -1) >= size]
-                able.sort(key=lambda rank: (self._waiting[pool, rank], rank))
+                able.sort(key=lambda rank: (sum(self._waiting[pool, rank]), rank))
                 if len(able) >= tensor:
-                    order = (self._waiting[pool, able[tensor - 1]], domain.index)
+                    order = (sum(self._waiting[pool, able[tensor - 1]]), domain.index)
                     if best is None or order < best[0]:
                         best = (order, able[:tensor])
             if best is None:
@@ -89,7 +107,9 @@ class StandbyMemory:
         return tuple(ranks), score
 
     def _fits(self, node: str) -> bool:
-        used = sum(size + self._largest[place] for place, size in self._waiting.items() if size and self._node[place] == node)
+        used = sum(
+            sum(sizes) + self._largest[place] for place, sizes in self._waiting.items() if sizes and self._node[place] == node
+        )
         return used <= self._host[node]
 
 

@@ -179,6 +179,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     # their collectives no longer match, so they cannot be adopted.
     received: dict[int, int] = {}
     protocol: int = PROTOCOL
+    host_bytes: int = 0  # of its node, available when the rank started
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):

@@ -5,6 +5,7 @@ Every event ends in `_settle`: bring groups towards what is assigned, balance KV
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Items
 
 from gateway.api.config import ModelSpec
@@ -90,6 +91,11 @@ class PoolCore:
         self._effects.changed()
 
     # ------------------------------------------------------------------ from ranks
+
+    def on_host_memory(self, now: float, capacities: Mapping[int, int]) -> None:
+        """What the parked models of each rank may take of its host's memory. Without this event there is no limit."""
+        del now
+        self.state.standby_capacities = dict(capacities)
 
     def on_ranks_up(self, now: float, held: dict[int, tuple[HeldShard, ...]]) -> None:
         """All ranks are connected; `held` by rank is what they kept of an earlier driver, empty when they are fresh."""

@@ -19,6 +19,7 @@ from workers.driver.core import PoolCore
 from workers.driver.effects import OWN_LINK, Ended, ModelFacts, RequestKey
 from workers.driver.frames import Outbox
 from workers.driver.group import Wanted
+from workers.driver.host_memory import standby_capacities
 from workers.driver.launcher import RankLauncher
 from workers.driver.observe import loads
 from workers.driver.rank_fleet import RankFleet
@@ -65,6 +66,7 @@ class PoolLoop:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
+        self._spec = spec
         self.incarnation = uuid.uuid4().hex
         capacity = spec.memory or 0
         self.core = PoolCore(spec.device, [capacity] * spec.devices, self, first_sequence=time.time_ns() // 1_000_000 << 20)
@@ -221,6 +223,8 @@ class PoolLoop:
             adopt = False
         self._ranks_since = self.now()
         self._ranks.use(links, self._own, self._on_report, self._on_lost)
+        capacities = standby_capacities(self._spec, self.core.state.capacities, self.welcomes)
+        self._tell(self.core.on_host_memory, capacities)
         self._tell(self.core.on_ranks_up, {link.rank: link.welcome.held for link in links})
 
     async def _adopt_ranks(self) -> list[RankLink] | None:

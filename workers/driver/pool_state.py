@@ -35,6 +35,7 @@ class PoolState:
     capacities: tuple[int, ...]  # bytes by rank
     next_sequence: int  # starts where no earlier driver's sequences are
     ledger: Ledger = field(init=False)
+    standby_capacities: dict[int, int] = field(default_factory=dict)  # bytes of host memory by rank; ranks without: no limit
     ranks_up: bool = False
     fence: int = 0
     revision: int = 0
@@ -62,6 +63,10 @@ class PoolState:
 
     def of_model(self, model: str) -> Iterator[Group]:
         return (group for group in self.groups.values() if group.model == model)
+
+    def standby_bytes(self, rank: int) -> int:
+        """Host memory that standby copies of this rank take."""
+        return sum(group.held[rank].standby_bytes for group in self.groups.values() if rank in group.held)
 
     def switched(self, path: str, seconds: float) -> None:
         switches = self.switches.setdefault(path, Switches())

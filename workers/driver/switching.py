@@ -108,10 +108,12 @@ class Switching:
             return
         if group.drop_asked and group.state in ("parking", "parked") and group.quiet:
             if not isinstance(self._decide(group, "drop"), str):
-                group.drop_asked = False
-                self._move(group, "cold", "")
-                self._unload(group)
+                self._drop(group)
         elif group.state == "parking" and group.quiet and group.batcher is not None:
+            if lacking := self._host_memory_lacking(group):
+                self._effects.event("park_refused", group.model, f"group {group.id}: {lacking}; it is unloaded instead")
+                self._drop(group)
+                return
             released, group.batcher.released = tuple(group.batcher.released), []
             group.load_began_at = now
             group.reclaim_to = None
@@ -208,6 +210,20 @@ class Switching:
         if isinstance(transition, str):
             return transition
         self._move(group, transition.target, reason)
+        return ""
+
+    def _drop(self, group: Group) -> None:
+        group.drop_asked = False
+        self._move(group, "cold", "")
+        self._unload(group)
+
+    def _host_memory_lacking(self, group: Group) -> str:
+        """Empty, or where its copy has no room."""
+        for rank, held in sorted(group.held.items()):
+            capacity = self._state.standby_capacities.get(rank)
+            needed = held.bytes.get("weights", 0)
+            if capacity is not None and self._state.standby_bytes(rank) - held.standby_bytes + needed > capacity:
+                return f"rank {rank} has no host memory for {needed / 2**20:.0f} MiB of weights"
         return ""
 
     def _wake(self, now: float, group: Group, blocks: int) -> None:

@@ -40,6 +40,7 @@ from workers.messages import (
 )
 from workers.rank.compute import ComputeThread, EngineFactory, GroupCommFactory
 from workers.rank.config import NONCE_BYTES, RankConfig, endpoint_path, pid_path, proof
+from workers.rank.host_memory import available_bytes
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +75,7 @@ class RankServer:
         self._writer: asyncio.StreamWriter | None = None
         self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._parent = os.getppid()
+        self._host_bytes = available_bytes()
         self._driverless_since = 0.0
         self._ended: asyncio.Future[int]
 
@@ -182,6 +184,7 @@ class RankServer:
                 node=self._config.node,
                 held=tuple(self._held.values()),
                 received=dict(self._received),
+                host_bytes=self._host_bytes,
             )
         )
 

@@ -109,6 +109,18 @@ def test_foreign_memory_counts() -> None:
     assert "1.0 GiB" in " ".join(decision.unplaced["m"])
 
 
+def test_models_that_take_turns_are_all_assigned_and_stay_where_they_are() -> None:
+    """More model bytes than memory: the driver parks and wakes. Nothing moves in the next pass."""
+    site = desired("a", "b", "c")
+    seen = observed(record(capacity=int(1.5 * GIB)))
+    assert len(decide(site, seen, Placed(())).groups) == 1
+    site = replace(site, pools={"p": PoolEntry(SPEC.model_copy(update={"standby": 8 * GIB}), 1)})
+    first = decide(site, seen, Placed(()))
+    assert assigned(first) == ["a", "b", "c"]
+    again = decide(site, seen, Placed(first.groups))
+    assert (again.groups, again.plan.loads, again.plan.unloads) == (first.groups, (), ())
+
+
 def test_an_assignment_is_repeated_until_it_is_confirmed_and_once_in_a_while_after() -> None:
     site, seen = desired("m"), observed(record("p", group()))
     first = decide(site, seen, Placed(placed(("m", "p", 0)), fence=3))

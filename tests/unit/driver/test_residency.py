@@ -6,14 +6,15 @@ import pool_world
 import pytest
 from pool_world import FACTS, HELD_MIB, LOAD_MIB, MIB, World, expected_text
 
-from gateway.api.config import KvSpec, LimitsSpec, ModelSpec
+from gateway.api.config import KvSpec, LimitsSpec, ModelSpec, PoolSpec
 from gateway.api.errors import ErrorCode, YardError
 from workers.driver.eviction import Candidate, choose
 from workers.driver.group import Wanted
+from workers.driver.host_memory import standby_capacities
 from workers.driver.observe import group_records, switch_records
 from workers.driver.residency import TRANSITIONS, Situation, allowed, decide
 from workers.driver.switching import PARK_AGAIN_AFTER_S, TURN_S
-from workers.messages import LoadShard, ParkShard, UnloadShard, WakeShard
+from workers.messages import LoadShard, ParkShard, UnloadShard, WakeShard, Welcome
 
 FLOOR_MIB = 64
 TAKES_MIB = HELD_MIB - 16 + FLOOR_MIB
@@ -233,6 +234,35 @@ def test_a_warm_model_stays_except_for_higher_priority() -> None:
     again.assign(wanted("a", keep_warm_s=60), wanted("b", priority=1))
     again.run()
     assert again.states("b") == ["ready"]
+
+
+def test_without_host_memory_for_its_copy_a_model_goes_cold() -> None:
+    """Rule 3: standby copies are counted, too."""
+    world = World(capacity_mib=ONE_FITS_MIB)
+    world.core.on_host_memory(0, {0: 9 * MIB})
+    world.assign(wanted("a"), wanted("b"), wanted("c"))
+    world.run()
+    assert sorted(state for model in "abc" for state in world.states(model)) == ["cold", "parked", "ready"]
+    assert any(kind == "park_refused" and "no host memory for 9 MiB" in text for kind, _, text in world.events)
+    keys = [world.submit(model=model, max_tokens=2) for model in "abc"]
+    for _ in range(4):
+        world.run()
+        world.later(TURN_S)
+    assert [world.texts[key] for key in keys] == [expected_text((1, 2, 3), 2)] * 3
+    assert world.core.state.standby_bytes(0) <= 9 * MIB
+
+
+def test_ranks_of_a_node_share_what_it_has_left() -> None:
+    welcomes = {rank: Welcome(rank, 1, "cpu", node, (), host_bytes=10 * MIB) for rank, node in enumerate(("n", "n", "o"))}
+    cpu = PoolSpec(devices=3, memory=2 * MIB)
+    assert standby_capacities(cpu, [2 * MIB] * 3, welcomes) == {0: 3 * MIB // 2, 1: 3 * MIB // 2, 2: 4 * MIB}
+    assert standby_capacities(cpu, [20 * MIB] * 3, welcomes) == {0: 0, 1: 0, 2: 0}
+    configured = PoolSpec(devices=3, memory=2 * MIB, standby=3 * MIB)
+    assert standby_capacities(configured, [2 * MIB] * 3, welcomes) == {0: 3 * MIB, 1: 3 * MIB, 2: 4 * MIB}
+    cuda = PoolSpec(device="cuda", devices=3)
+    assert standby_capacities(cuda, [80 * MIB] * 3, welcomes) == {0: 5 * MIB // 2, 1: 5 * MIB // 2, 2: 5 * MIB}, (
+        "cards have their own"
+    )
 
 
 # ------------------------------------------------------------------ idle, and by hand
