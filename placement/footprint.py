@@ -94,10 +94,17 @@ def group_footprint(
             workspace=workspace,
             communication=_COMMUNICATION_BYTES[device] if tensor_parallel * pipeline_parallel > 1 else 0,
             graphs=graphs,
-            slack=int((weights[stage] + workspace + graphs) * _SLACK_SHARE) + _SLACK_BYTES + _REGIONS * PAGE_BYTES[device],
+            slack=_slack(weights[stage] + workspace + graphs, floors[stage], device),
         )
         for stage in range(pipeline_parallel)
     )
+
+
+def _slack(estimated: int, kv_floor: int, device: str) -> int:
+    """So that the sum is whole pages."""
+    page = PAGE_BYTES[device]
+    slack = int(estimated * _SLACK_SHARE) + _SLACK_BYTES + _REGIONS * page
+    return slack + -(estimated + kv_floor + slack) % page
 
 
 def weight_bytes(request: ModelRequest, tensor_parallel: int, pipeline_parallel: int, stage: int) -> int:
@@ -175,8 +182,10 @@ def kv_bytes(request: ModelRequest, tensor_parallel: int, pipeline_parallel: int
     kept = len(layers) * tokens
     if compact and shape.layer_windows:
         kept = sum(min(tokens, shape.layer_windows[layer] or tokens) for layer in layers)
-    wide = request.engine == "torch" and _wanted(request) == "fp32"  # keys and values are what the engine computes in
-    return kept * elements * (4 if wide else shape.kv_bytes_per_element)
+    width = shape.kv_bytes_per_element
+    if request.engine == "torch":  # keys and values are what it computes in
+        width = 4 if _wanted(request) == "fp32" else 2
+    return kept * elements * width
 
 
 def kv_floor_bytes(request: ModelRequest, tensor_parallel: int, pipeline_parallel: int) -> tuple[int, ...]:

@@ -19,11 +19,12 @@ PAGE_BYTES = {"cpu": HOST_PAGE_BYTES, "cuda": 32 * 2**20}
 KV_CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 """KV grows and shrinks by so much on the rank with the largest blocks."""
 
-# Regions are whole pages and an engine keeps more than the matrices (norms, tables, padding, a head in two forms): room for
-# that until the load has been measured. A load that failed may have lacked it, so the next attempt gets more.
-_SLACK_BYTES = 24 * HOST_PAGE_BYTES
+# An engine keeps more than the matrices (norms, tables, padding, a head in two forms): the slack of `placement.footprint` is room
+# for that until the load has been measured, and this is the workspace's part of it. A load that failed may have lacked room, so
+# the next attempt gets more.
+_SLACK_BYTES = 6 * HOST_PAGE_BYTES
 _SLACK_SHARE = 0.1
-_SLACK_SHARE_AN_ATTEMPT = 0.25
+_MORE_AN_ATTEMPT = 0.25
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,8 @@ def size_group(
         context=context,
         concurrency=spec.limits.concurrency,
         kv_floor_bytes=spec.kv.floor,
+        kv_ceiling_bytes=spec.kv.ceiling,
+        kv_block_tokens=spec.kv.block_tokens,
         precision=spec.precision,
         engine=spec.engine,
         batch_tokens=spec.limits.batch_tokens,
@@ -98,17 +101,20 @@ def size_group(
             )
         floor_blocks = min(floor_blocks, wanted)
     workspace = max(footprint.workspace + footprint.graphs for footprint in footprints)
-    slack = 1 + _SLACK_SHARE + _SLACK_SHARE_AN_ATTEMPT * failed_attempts
+    more = _MORE_AN_ATTEMPT * failed_attempts
     page = PAGE_BYTES[device]
     budget = {}
     for rank, stage in stage_of.items():
         footprint = footprints[stage]
-        budget[rank] = {
-            "weights": pages(int(footprint.weights * slack) + _SLACK_BYTES, page),
+        parts = {
             "kv_floor": pages(floor_blocks * sizes[rank], page),
-            "workspace": pages(int(workspace * slack) + _SLACK_BYTES // 4, page),
+            "workspace": pages(int(workspace * (1 + _SLACK_SHARE)) + _SLACK_BYTES, page),
             "communication": pages(footprint.communication, page),
         }
+        # Weights get what is left of what was planned: at first a load takes no byte more or less than the plan says.
+        weights = footprint.total - sum(parts.values()) + pages(int(footprint.weights * more), page)
+        parts["workspace"] += pages(int(workspace * more), page)
+        budget[rank] = {"weights": weights, **parts}
     return GroupSizing(
         block_bytes=sizes,
         block_tokens=tokens,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import pytest
 from meta_models import meta_model, shape_of, tiny
 
 from gateway.api.config import KvSpec, ModelSpec
+from gateway.controller.model_requests import model_request
 from placement.footprint import group_footprint
-from placement.types import ModelRequest
+from placement.types import ModelShape
 from workers.driver.effects import ModelFacts
 from workers.driver.sizing import Placement, size_group
 
@@ -19,24 +22,39 @@ SHAPES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Read:
+    """What the controller takes of a checkpoint."""
+
+    shape: ModelShape
+    max_context: int
+
+
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("tensor", "stages"), [(1, 1), (2, 1), (1, 2), (1, 3), (2, 3)])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("precision", ["auto", "fp32", "int4"])
-def test_the_driver_never_budgets_more_than_was_placed(name: str, tensor: int, stages: int, device: str, precision: str) -> None:
-    """rule 3: reserved on all ranks before it is mapped."""
-    shape = SHAPES[name]
-    for kv in (KvSpec(), KvSpec(floor=10**9), KvSpec(floor=10**9, ceiling=2 * 10**9, block_tokens=64)):
-        spec = ModelSpec(source="x", precision=precision, kv=kv)
-        request = ModelRequest(
-            name, shape, context=shape.max_context, concurrency=spec.limits.concurrency, kv_floor_bytes=kv.floor,
-            kv_ceiling_bytes=kv.ceiling, kv_block_tokens=kv.block_tokens,
-            batch_tokens=spec.limits.batch_tokens, precision=spec.precision,
-        )  # fmt: skip
-        held = "fp32" if precision == "fp32" else "bf16"
-        facts = ModelFacts(shape=shape, digest="", precision=held, max_context=shape.max_context, eos_ids=())
-        ranks = tuple(range(tensor * stages))
-        sizing = size_group(name, spec, facts, Placement(ranks, tensor, stages), device)
-        for rank, stage in ((rank, rank // tensor) for rank in ranks):
-            placed = group_footprint(request, tensor, stages, device)[stage]
-            assert sum(sizing.budget[rank].values()) <= placed.total
+@pytest.mark.parametrize("precision", ["auto", "fp32", "bf16", "int4"])
+def test_the_driver_budgets_what_was_placed_to_the_byte(name: str, tensor: int, stages: int, device: str, precision: str) -> None:
+    """rule 3: reserved on all ranks before it is mapped; rule 4: by the same bytes everywhere."""
+    for stored in ("bf16", "fp32"):
+        shape = replace(SHAPES[name], precision=stored, kv_bytes_per_element=4 if stored == "fp32" else 2)
+        for kv in (
+            KvSpec(),
+            KvSpec(block_tokens=64),
+            KvSpec(floor=10**9),
+            KvSpec(ceiling=64 * 2**20),
+            KvSpec(floor=10**9, ceiling=2 * 10**9, block_tokens=64),
+        ):
+            spec = ModelSpec(source="x", precision=precision, kv=kv)
+            request = model_request(name, spec, Read(shape, shape.max_context))  # type: ignore[arg-type]
+            held = stored if precision == "auto" else precision
+            facts = ModelFacts(shape=shape, digest="", precision=held, max_context=shape.max_context, eos_ids=())
+            ranks = tuple(range(tensor * stages))
+            sizing = size_group(name, spec, facts, Placement(ranks, tensor, stages), device)
+            placed = group_footprint(request, tensor, stages, device)
+            for rank in ranks:
+                assert sum(sizing.budget[rank].values()) == placed[rank // tensor].total
+                assert sizing.floor_blocks * sizing.block_bytes[rank] == placed[rank // tensor].kv_floor
+                assert all(size >= 0 for size in sizing.budget[rank].values())
+                assert sizing.budget[rank]["weights"] >= 1.1 * placed[rank // tensor].weights
+            assert sizing.floor_blocks <= sizing.ceiling_blocks
