@@ -169,6 +169,26 @@ class HeldShard(msgspec.Struct, frozen=True):
     wake_bytes: dict[str, int] = {}
 
 
+class DeviceMemory(msgspec.Struct, frozen=True):
+    """A rank's device: what its own driver says, beside what is known of it. All in bytes."""
+
+    capacity_bytes: int  # that the pool may have there, contexts included
+    total_bytes: int
+    free_bytes: int  # by the driver, all processes counted
+    context_bytes: int  # of this process when it began
+    foreign_bytes: int  # of other processes when it began
+    kept_bytes: int  # pages that nobody has, kept for who asks next
+
+    @property
+    def used_bytes(self) -> int:
+        return self.total_bytes - self.free_bytes
+
+    @property
+    def intruding_bytes(self) -> int:
+        """How much of the pool's share other processes have: what the pool may not have, they use first."""
+        return max(0, self.foreign_bytes - (self.total_bytes - self.capacity_bytes))
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     rank: int
     pid: int
@@ -180,6 +200,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     received: dict[int, int] = {}
     protocol: int = PROTOCOL
     host_bytes: int = 0  # of its node, available when the rank started
+    memory: DeviceMemory | None = None  # None: a rank without a device of its own, which may have what it was started with
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -195,6 +216,7 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
     error: str = ""
     held: HeldShard | None = None
     inventory: tuple[HeldShard, ...] = ()
+    memory: DeviceMemory | None = None  # after it, where there is a device
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True):

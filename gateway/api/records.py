@@ -29,6 +29,7 @@ class RankRecord(msgspec.Struct, frozen=True):
     nvlink_domain: str = ""  # cards with the same one on a node reach each other over NVLink
     numa: int = -1  # the NUMA node that the card hangs on; -1: not known
     trouble: str = ""  # why the card should take nothing, e.g. uncorrectable memory errors
+    unaccounted_bytes: int = 0  # what the device's driver says is used, above all that is known
 
 
 class GroupRecord(msgspec.Struct, frozen=True):

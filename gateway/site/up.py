@@ -385,10 +385,10 @@ def _cpus(pools: dict[str, PoolSpec]) -> int:
 
 
 def _pool_mib(pools: dict[str, PoolSpec]) -> int:
-    """What the pools may take together: this machine's memory, or more where cards hold the pools."""
+    """What the cpu pools may take together: this machine's memory, or more where they ask for more."""
     import psutil
 
-    wanted = sum(spec.devices * (spec.memory or 0) for spec in pools.values())
+    wanted = sum(spec.devices * (spec.memory or 0) for spec in pools.values() if spec.device == "cpu")
     return max(psutil.virtual_memory().total, wanted) >> 20
 
 

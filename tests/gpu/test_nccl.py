@@ -1,28 +1,31 @@
-"""Worker groups over torch.distributed: gloo between processes everywhere, NCCL where there are two GPUs."""
+"""Worker groups over torch's process groups: gloo between processes everywhere, NCCL where there are two GPUs."""
 
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 from torch.multiprocessing.spawn import spawn
 
-from workers.comm.nccl import DistributedComm, join_world
+from workers.comm.nccl import DistributedComm, Meeting, open_store
 
 TENSOR, STAGES = 2, 2
 
 
-def _rank(rank: int, endpoint: str, size: int, backend: str) -> None:
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if backend == "nccl":
+def _rank(rank: int, rendezvous: str, size: int, kind: str) -> None:
+    device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
-    join_world(endpoint, rank, size, 60, backend, device if backend == "nccl" else None)
+    meeting = Meeting(open_store(rendezvous, rank, size, 60), rank, device, 60, lambda: 0)
     stages = size // TENSOR
-    # World ranks in reverse, so that a place in the group is not the place in the world.
+    # Ranks in reverse, so that a place in the group is not the rank.
     ranks = tuple(reversed(range(size)))
-    comm = DistributedComm(ranks, TENSOR, stages, group_id=7)
+    comm = DistributedComm(meeting, ranks, TENSOR, stages, number=7)
+    comm.connect()
     place = ranks.index(rank)
     assert (comm.stage, comm.tensor_rank) == divmod(place, TENSOR)
 
@@ -43,11 +46,13 @@ def _rank(rank: int, endpoint: str, size: int, backend: str) -> None:
     # A second group of some of the same ranks, made without the others.
     pair = (0, 1)
     if rank in pair:
-        other = DistributedComm(pair, 2, 1, group_id=8)
+        other = DistributedComm(meeting, pair, 2, 1, number=8)
+        other.connect()
+        with other.quiet():
+            assert other.all_reduce(torch.full((1,), float(rank), device=device)).item() == rank
         assert other.all_reduce(torch.ones(1, device=device)).item() == 2
         other.close()
     comm.close()
-    torch.distributed.destroy_process_group()
 
 
 def _free_endpoint() -> str:
@@ -58,15 +63,15 @@ def _free_endpoint() -> str:
 
 def test_shards_and_stages_over_gloo() -> None:
     size = TENSOR * STAGES
-    spawn(_rank, (_free_endpoint(), size, "gloo"), nprocs=size)
+    spawn(_rank, (f"tcp:{_free_endpoint()}", size, "cpu"), nprocs=size)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < TENSOR, reason="needs two GPUs")
-def test_shards_over_nccl() -> None:
-    spawn(_rank, (_free_endpoint(), TENSOR, "nccl"), nprocs=TENSOR)
+def test_shards_over_nccl(tmp_path: Path) -> None:
+    spawn(_rank, (f"file:{tmp_path / 'meeting'}", TENSOR, "cuda"), nprocs=TENSOR)
 
 
 def test_a_group_of_the_wrong_size_is_refused() -> None:
     with pytest.raises(ValueError, match="group 3: 3 ranks for 2 shards"):
-        DistributedComm((0, 1, 2), 2, 2, group_id=3)
+        DistributedComm(Meeting(HashStore(), 0, torch.device("cpu"), 1, lambda: 0), (0, 1, 2), 2, 2, number=3)

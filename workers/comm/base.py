@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -18,9 +19,18 @@ class GroupComm(Protocol):
     tensor_size: int
     stage: int
     stages: int
+    taken_bytes: int  # memory of the device that `connect` took
+
+    def connect(self) -> None:
+        """Meet the other members, which do the same. Called first, once, by the thread that loads; gives the GPU no work."""
+        ...
+
+    def quiet(self) -> AbstractContextManager[None]:
+        """Within it exchanges do nothing: kernels can be set up without the peers, beside steps of other groups."""
+        ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the tensor-parallel shards of this stage, in place. Shape and dtype as given; contiguous."""
+        """Sum over the tensor-parallel shards of this stage, in place or in a tensor of its own. Shape and dtype as given."""
         ...
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,81 +1,157 @@
-"""Worker groups over torch.distributed: NCCL between GPUs, one process a GPU.
+"""Worker groups over torch's process groups: NCCL between GPUs, one process a GPU; gloo speaks the same words between CPUs.
 
-The ranks of a pool join one world at their start. A group is made by its members alone, in the order the driver loads models,
-so a rank that has no part in a model never waits for it. Calls are enqueued on the current stream, in the order they are made,
-and can be captured into CUDA graphs.
+There is no world. The ranks of a pool share a key-value store; the members of a group, and nobody else, meet there under the
+load's number, which is never used twice. Calls are enqueued on the current stream in the order they are made, and can be
+captured into CUDA graphs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import (  # torch.distributed exports some of them only
+    AllgatherOptions,
+    AllreduceOptions,
+    FileStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from gateway.api.errors import ErrorCode, YardError
+from workers.comm.one_shot import OneShotSum
+
+log = logging.getLogger(__name__)
+
+ALL_REDUCE_VARIABLE = "MODELYARD_ALL_REDUCE"
+"""`one-shot`: small sums by one kernel of each GPU, where their memory can be shared. Else NCCL makes all of them."""
+BACKENDS = {"cuda": "ProcessGroupNCCL", "cpu": "ProcessGroupGloo"}
 
 
-def join_world(
-    endpoint: str, rank: int, size: int, timeout_s: float, backend: str = "nccl", device: torch.device | None = None
-) -> None:
-    """Meet the other ranks of the pool at `endpoint` (host:port, where rank 0 listens). Once in a process, before any group.
+def open_store(rendezvous: str, rank: int, size: int, timeout_s: float) -> Store:
+    """Where the ranks of a pool meet: `file:PATH` on one machine, `tcp:HOST:PORT` (rank 0 listens there) over several."""
+    kind, _, where = rendezvous.partition(":")
+    if kind == "file":
+        return FileStore(where, size)
+    host, _, port = where.rpartition(":")
+    return TCPStore(host, int(port), size, rank == 0, timedelta(seconds=timeout_s), wait_for_workers=False)
 
-    A collective that takes longer than `timeout_s` ends the process: its peer is gone (rule 11).
-    """
-    dist.init_process_group(
-        backend,
-        init_method=f"tcp://{endpoint}",
-        rank=rank,
-        world_size=size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device,
-    )
+
+@dataclass(frozen=True)
+class Meeting:
+    """What a rank needs to meet others."""
+
+    store: Store
+    rank: int
+    device: torch.device
+    timeout_s: float  # a collective that takes longer ends the process: its peer is gone (rule 11)
+    taken_bytes: Callable[[], int]  # memory of the device that is taken outside of the pool's pages
+
+    def group(self, name: str, ranks: tuple[int, ...]) -> Any:
+        """A process group of torch's; nothing is exchanged yet by NCCL, by gloo the members connect."""
+        backend = getattr(dist, BACKENDS[self.device.type], None)
+        if backend is None:
+            raise YardError(
+                ErrorCode.INVALID, f"this build of torch has no {BACKENDS[self.device.type]}; install one for CUDA on Linux"
+            )
+        place = ranks.index(self.rank)
+        return backend(PrefixStore(name, self.store), place, len(ranks), timedelta(seconds=self.timeout_s))
 
 
 class DistributedComm:
     """A `GroupComm` (see `base`) over process groups: one for the shards of this stage, one for this shard's stages."""
 
-    def __init__(self, ranks: tuple[int, ...], tensor_parallel: int, pipeline_parallel: int, group_id: int) -> None:
-        """`ranks` are world ranks, stage-major: ranks[stage * tensor_parallel + shard]. Every member calls, nobody else."""
+    def __init__(
+        self, meeting: Meeting, ranks: tuple[int, ...], tensor_parallel: int, pipeline_parallel: int, number: int
+    ) -> None:
+        """`ranks` are ranks of the pool, stage-major: ranks[stage * tensor_parallel + shard]. Exchanges nothing."""
         if len(ranks) != tensor_parallel * pipeline_parallel:
-            raise ValueError(f"group {group_id}: {len(ranks)} ranks for {tensor_parallel} shards × {pipeline_parallel} stages")
-        place = ranks.index(dist.get_rank())
-        self.stage, self.tensor_rank = divmod(place, tensor_parallel)
+            raise ValueError(f"group {number}: {len(ranks)} ranks for {tensor_parallel} shards × {pipeline_parallel} stages")
+        if meeting.rank not in ranks:
+            raise ValueError(f"group {number}: rank {meeting.rank} is not one of its ranks {ranks}")
+        self.stage, self.tensor_rank = divmod(ranks.index(meeting.rank), tensor_parallel)
         self.tensor_size, self.stages = tensor_parallel, pipeline_parallel
-        shards = ranks[self.stage * tensor_parallel : (self.stage + 1) * tensor_parallel]
+        self._meeting = meeting
+        self._name = f"group-{number}"
+        self._row = ranks[self.stage * tensor_parallel : (self.stage + 1) * tensor_parallel]
         self._line = ranks[self.tensor_rank :: tensor_parallel]
-        # torch sorts the ranks of a group by world rank.
-        self._order = [sorted(shards).index(rank) for rank in shards]
-        self._shards = _new_group(shards, f"{group_id}-shards") if tensor_parallel > 1 else None
-        self._stages = _new_group(self._line, f"{group_id}-stages") if pipeline_parallel > 1 else None
+        self._shards: Any = None
+        self._stages: Any = None
+        self._one_shot: OneShotSum | None = None
+        self._quiet = False
+        self.taken_bytes = 0
+
+    def connect(self) -> None:
+        before = self._meeting.taken_bytes()
+        if self.tensor_size > 1:
+            self._shards = self._meeting.group(f"{self._name}-stage-{self.stage}", self._row)
+        if self.stages > 1:
+            self._stages = self._meeting.group(f"{self._name}-shard-{self.tensor_rank}", self._line)
+        if self._meeting.device.type == "cuda":
+            for group in (self._shards, self._stages):
+                if group is not None:
+                    group.eager_connect_single_device(self._meeting.device)
+            self._one_shot = self._meet_for_sums()
+        self.taken_bytes = max(0, self._meeting.taken_bytes() - before)
+
+    def _meet_for_sums(self) -> OneShotSum | None:
+        if self.tensor_size == 1 or os.environ.get(ALL_REDUCE_VARIABLE) != "one-shot":
+            return None
+        meeting, name = self._meeting, f"{self._name}-stage-{self.stage}-sums"
+        try:
+            return OneShotSum(PrefixStore(name, meeting.store), name, self.tensor_rank, self.tensor_size, meeting.device)
+        except RuntimeError as error:
+            log.warning("%s: NCCL makes all sums, the GPUs cannot share memory for small ones: %s", self._name, error)
+            return None
+
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        self._quiet = True
+        try:
+            yield
+        finally:
+            self._quiet = False
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        if self._shards is not None:
-            dist.all_reduce(tensor, group=self._shards)
+        if self._shards is None or self._quiet:
+            return tensor
+        if self._one_shot is not None and self._one_shot.fits(tensor):
+            return self._one_shot(tensor)
+        options = AllreduceOptions()
+        options.asyncOp = False
+        self._shards.allreduce([tensor], options).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._shards is None:
             return tensor
-        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.tensor_size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self._shards)
-        return torch.cat([parts[place] for place in self._order], dim=-1)
+        gathered = tensor.new_empty((self.tensor_size, *tensor.shape))
+        if not self._quiet:
+            options = AllgatherOptions()
+            options.asyncOp = False
+            self._shards._allgather_base(gathered.view(-1), tensor.reshape(-1), options).wait()
+        return torch.cat(gathered.unbind(0), dim=-1)
 
     def send_next(self, tensor: torch.Tensor) -> None:
         """Work enqueued after this call may reuse the tensor."""
-        dist.send(tensor, self._line[self.stage + 1], group=self._stages)
+        if not self._quiet:
+            self._stages.send([tensor.contiguous()], self.stage + 1, 0).wait()
 
     def recv_previous(self, tensor: torch.Tensor) -> torch.Tensor:
-        dist.recv(tensor, self._line[self.stage - 1], group=self._stages)
+        if not self._quiet:
+            self._stages.recv([tensor], self.stage - 1, 0).wait()
         return tensor
 
     def close(self) -> None:
         for group in (self._shards, self._stages):
             if group is not None:
-                dist.destroy_process_group(group)
+                group.shutdown()
         self._shards = self._stages = None
-
-
-def _new_group(ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
-    group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc=name)
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(f"{name}: rank {dist.get_rank()} is not among {ranks}")
-    return group

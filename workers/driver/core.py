@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Items
+from types import MappingProxyType
 
 from gateway.api.config import ModelSpec
 from gateway.api.errors import ErrorCode, YardError
@@ -20,7 +21,7 @@ from workers.driver.residency import State
 from workers.driver.sequence import Request, Sequence
 from workers.driver.sizing import Placement
 from workers.driver.stepping import Stepper
-from workers.messages import Done, HeldShard, Progress, StepDone, UnloadShard
+from workers.messages import DeviceMemory, Done, HeldShard, Progress, StepDone, UnloadShard
 
 STALLED_S = 120.0
 """Requests in flight and no step for so long: something hangs in a device or a peer, and the ranks are restarted (rule 11)."""
@@ -97,10 +98,18 @@ class PoolCore:
         del now
         self.state.standby_capacities = dict(capacities)
 
-    def on_ranks_up(self, now: float, held: dict[int, tuple[HeldShard, ...]]) -> None:
-        """All ranks are connected; `held` by rank is what they kept of an earlier driver, empty when they are fresh."""
+    def on_ranks_up(
+        self, now: float, held: dict[int, tuple[HeldShard, ...]], devices: Mapping[int, DeviceMemory] = MappingProxyType({})
+    ) -> None:
+        """All ranks are connected; `held` by rank is what they kept of an earlier driver, empty when they are fresh.
+
+        `devices`: of ranks that have one of their own; their capacity takes the place of the configured one.
+        """
         self.state.ranks_up = True
+        self.state.adopting = False
         self.state.message = ""
+        for rank, memory in devices.items():
+            self.state.enter_device(rank, memory)
         shards: dict[int, dict[int, HeldShard]] = {}
         for rank, items in held.items():
             for item in items:
@@ -109,6 +118,12 @@ class PoolCore:
             self._adopt(now, group_id, by_rank)
         self._lifecycle.match()
         self._effects.changed()
+        self._settle(now)
+
+    def on_nothing_adopted(self, now: float) -> None:
+        """No ranks of an earlier driver live: new ones are being started."""
+        self.state.adopting = False
+        self._lifecycle.match()
         self._settle(now)
 
     def on_ranks_lost(self, now: float, reason: str) -> None:
@@ -151,6 +166,8 @@ class PoolCore:
                 group.reason = progress.what
 
     def on_op_done(self, now: float, rank: int, done: Done) -> None:
+        if done.memory is not None:
+            self.state.enter_device(rank, done.memory)
         op = self.state.ops.get(done.op)
         if op is None:
             return  # of a group that was lost meanwhile

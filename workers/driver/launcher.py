@@ -31,21 +31,22 @@ class RankLauncher(Protocol):
         ...
 
 
-def rank_command(config: RankConfig, ranks: int, module: str = RANK_MODULE) -> list[str]:
-    """The one command that starts all CPU ranks of a pool: one MPI world (`Connect`/`Accept` between worlds does not work)."""
-    if config.device != "cpu" and ranks > 1:
-        raise invalid(
-            f"pool `{config.pool}`: cuda pools of several devices need one rank process a bundle with an NCCL group, which this "
-            "release does not start; use one pool a device"
-        )
+def starts_alone(device: str) -> bool:
+    """Each rank of a cuda pool has a command of its own; those of a cpu pool are one MPI world and start together."""
+    return device == "cuda"
+
+
+def rank_command(config: RankConfig, module: str = RANK_MODULE) -> list[str]:
+    """Starts all CPU ranks of a pool (`Connect`/`Accept` between MPI worlds does not work), or the one GPU rank `config.rank`."""
     python = [sys.executable, "-m", module, *rank_arguments(config)]
-    if ranks == 1:
-        return [*python, "--rank", "0"]  # a world of one needs no launcher, and opens no port
-    return [_mpiexec(), "-n", str(ranks), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", *python]
+    if config.ranks == 1 or starts_alone(config.device):
+        return [*python, "--rank", str(config.rank)]  # no launcher, and no port where it is alone
+    return [_mpiexec(), "-n", str(config.ranks), "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", *python]
 
 
-def rank_environment(config: RankConfig, ranks: int, base: Mapping[str, str]) -> dict[str, str]:
+def rank_environment(config: RankConfig, base: Mapping[str, str]) -> dict[str, str]:
     """The secret travels in the environment, which other users cannot read; a command line they can."""
+    ranks = config.ranks
     cores = len(os.sched_getaffinity(0))
     threads = str(max(1, cores // ranks))
     return {

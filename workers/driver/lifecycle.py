@@ -41,7 +41,7 @@ class Lifecycle:
 
     def match(self) -> None:
         """Find for every assigned group the one that is there, or begin a new one; mark the others unwanted."""
-        if not self._state.assigned:
+        if not self._state.assigned or self._state.adopting:
             return
         free = [group for group in self._state.groups.values() if group.state != "draining"]
         for wanted in self._state.wanted:

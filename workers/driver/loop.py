@@ -87,6 +87,7 @@ class PoolLoop:
     # ------------------------------------------------------------------ life
 
     def start(self) -> None:
+        self.core.state.adopting = True
         self._own(self._bring_up_ranks("", adopt=True), "ranks")
         self._own(self._tick(), "tick")
 
@@ -208,30 +209,32 @@ class PoolLoop:
         """Adopt or start, again and again with growing pauses: a pool without ranks says why and does not give up."""
         if reason and self.now() - self._ranks_since > STEADY_AFTER_S:
             self._restarts = 0
-        links: list[RankLink] | None = None
+        links = await self._adopt_ranks() if adopt else None
+        if links is None and adopt:
+            self._tell(self.core.on_nothing_adopted)
         while links is None:
             if reason:
                 await asyncio.sleep(min(FIRST_RESTART_PAUSE_S * 2**self._restarts, LAST_RESTART_PAUSE_S))
                 self._restarts += 1
             try:
-                links = await (self._adopt_ranks() if adopt else self._ranks.start())
+                links = await self._ranks.start()
             except (YardError, OSError) as error:
                 reason = f"the ranks of pool `{self.pool}` do not start: {error}"
                 self.core.state.message = reason
                 self.event("ranks_failed", "", reason)
                 self.changed()
-            adopt = False
         self._ranks_since = self.now()
         self._ranks.use(links, self._own, self._on_report, self._on_lost)
         capacities = standby_capacities(self._spec, self.core.state.capacities, self.welcomes)
         self._tell(self.core.on_host_memory, capacities)
-        self._tell(self.core.on_ranks_up, {link.rank: link.welcome.held for link in links})
+        devices = {link.rank: link.welcome.memory for link in links if link.welcome.memory is not None}
+        self._tell(self.core.on_ranks_up, {link.rank: link.welcome.held for link in links}, devices)
 
     async def _adopt_ranks(self) -> list[RankLink] | None:
         try:
             return await self._ranks.adopt()
-        except YardError as error:
-            self.event("adoption_failed", "", f"{error.message}; starting new ranks")
+        except (YardError, OSError) as error:
+            self.event("adoption_failed", "", f"{error}; starting new ranks")
             return None
 
     def _on_report(self, rank: int, report: Report) -> None:

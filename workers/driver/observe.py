@@ -31,6 +31,7 @@ def rank_records(state: PoolState, welcomes: dict[int, Welcome]) -> tuple[RankRe
                 capacity_bytes=capacity,
                 ledger=tuple((model, kind, size) for (model, kind), size in sorted(lines.items())),
                 alive=state.ranks_up and welcome is not None,
+                unaccounted_bytes=state.unaccounted_bytes(rank),
             )
         )
     return tuple(records)

@@ -10,6 +10,10 @@ from workers.driver.effects import RequestKey
 from workers.driver.group import Group, Op, Wanted
 from workers.driver.sequence import Request, Sequence
 from workers.memory.ledger import Ledger
+from workers.messages import DeviceMemory
+
+DEVICE = "device"
+"""Owner of ledger lines that belong to no group."""
 
 
 @dataclass
@@ -33,13 +37,14 @@ class Switches:
 class PoolState:
     device: str  # cpu or cuda
     capacities: tuple[int, ...]  # bytes by rank
-    next_sequence: int  # starts where no earlier driver's sequences are
+    next_sequence: int  # starts where no earlier driver's sequences and operations are
     ledger: Ledger = field(init=False)
     standby_capacities: dict[int, int] = field(default_factory=dict)  # bytes of host memory by rank; ranks without: no limit
     ranks_up: bool = False
     fence: int = 0
     revision: int = 0
     assigned: bool = False  # an assignment has arrived
+    adopting: bool = False  # ranks of an earlier driver may still be found, with groups that would be begun twice
     wanted: list[Wanted] = field(default_factory=list)
     groups: dict[int, Group] = field(default_factory=dict)
     sequences: dict[RequestKey, tuple[Group, Sequence]] = field(default_factory=dict)
@@ -49,17 +54,19 @@ class PoolState:
     move_bytes_per_s: dict[str, float] = field(default_factory=dict)  # of a rank's park or wake, the last one measured
     switches: dict[str, Switches] = field(default_factory=dict)  # by path: remap, park, wake, load
     next_group: int = 1
-    next_op: int = 1
+    next_op: int = field(init=False)  # unique over drivers too: ranks meet under the number of the load
     next_step: int = 1
     next_arrival: int = 1
     turn: int = 0  # round robin among groups
     last_step_at: float = 0.0
     steps_done: int = 0
+    device_memory: dict[int, DeviceMemory] = field(default_factory=dict)  # by rank, where ranks have devices of their own
     message: str = ""
     closing: bool = False  # the driver stops: what runs is finished, nothing new is taken
 
     def __post_init__(self) -> None:
         self.ledger = Ledger(self.capacities)
+        self.next_op = self.next_sequence
 
     def of_model(self, model: str) -> Iterator[Group]:
         return (group for group in self.groups.values() if group.model == model)
@@ -77,10 +84,26 @@ class PoolState:
         self.next_op += 1
         return self.next_op - 1
 
+    def enter_device(self, rank: int, memory: DeviceMemory) -> None:
+        """What a rank's device is and has. Contexts and what other processes hold count against the capacity."""
+        self.device_memory[rank] = memory
+        self.capacities = (*self.capacities[:rank], memory.capacity_bytes, *self.capacities[rank + 1 :])
+        self.ledger.set_capacity(rank, memory.capacity_bytes)
+        lines = {"context": memory.context_bytes, "foreign": memory.intruding_bytes}
+        self.ledger.record(DEVICE, rank, {kind: size for kind, size in lines.items() if size})
+
+    def unaccounted_bytes(self, rank: int) -> int:
+        """By how much the device's own figure exceeds what the ledger and its owner know of. 0 where it has none."""
+        memory = self.device_memory.get(rank)
+        if memory is None:
+            return 0
+        groups = sum(size for owner, _, size in self.ledger.lines(rank) if owner != DEVICE)
+        return memory.used_bytes - memory.foreign_bytes - memory.context_bytes - memory.kept_bytes - groups
+
     def check(self) -> None:
         """AssertionError when the parts disagree. Run by tests, and by the driver when it is idle."""
         self.ledger.check()
-        owners = self.ledger.owners()
+        owners = self.ledger.owners() - {DEVICE}
         assert owners <= set(self.groups), f"ledger lines of groups that are gone: {owners - set(self.groups)}"
         for group in self.groups.values():
             if group.batcher is not None:

@@ -1,16 +1,19 @@
 """The Ray actor that stands for one rank and holds the rank's bundle.
 
 The actors are detached, so that ranks outlive their driver. The one of bundle 0 starts the ranks of a cpu pool, which are one
-MPI world. A rank ends with its actor at once; an actor whose rank has ended waits for the driver to start the ranks again, and
-gives its place back when none does.
+MPI world; those of a cuda pool are each started by their own, which sees the GPU that Ray gave its bundle. A rank ends with its
+actor at once; an actor whose rank has ended waits for the driver to start the ranks again, and gives its place back when none
+does.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,9 +21,8 @@ import psutil
 import ray
 
 from gateway.api.errors import unavailable
-from workers.driver.launcher import rank_command, rank_environment
-from workers.driver.local_ranks import end_leftovers, tail
-from workers.driver.scratch import make_scratch
+from workers.driver.launcher import rank_command
+from workers.driver.local_ranks import end_leftovers, fresh_meeting_place, start_environment, tail
 from workers.rank.config import RankConfig, endpoint_path, pid_path, socket_path
 
 NAMESPACE = "modelyard"
@@ -71,17 +73,29 @@ class RankHost:
         endpoint = endpoint_path(self._directory, self._rank)
         return f"unix:{socket_path(self._directory, self._rank)}", f"tcp:{endpoint.read_text()}" if endpoint.exists() else ""
 
-    def launch(self, config: RankConfig, ranks: int) -> None:
-        """On bundle 0: end what is left of the ranks of the pool, and start all of them on this node."""
+    def clear(self, ranks: Sequence[int]) -> None:
+        """End what is left of these ranks, all of this node."""
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self._process is not None:
             self._process.kill()
             self._process.wait()
         end_leftovers(self._directory, ranks)
+
+    def meeting_place(self, one_node: bool) -> str:
+        """On bundle 0: where the ranks of a cuda pool meet next. Over several nodes a port that is free now."""
+        if one_node:
+            return f"file:{fresh_meeting_place(self._directory)}"
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return f"tcp:{address}:{probe.getsockname()[1]}"
+
+    def launch(self, config: RankConfig) -> None:
+        """Start `rank_command`: all ranks, on bundle 0 of a cpu pool, or this bundle's."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                rank_command(config, ranks),
-                env=rank_environment(config, ranks, os.environ) | make_scratch(self._directory, os.environ),
+                rank_command(config),
+                env=start_environment(config),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -89,15 +103,15 @@ class RankHost:
             )
         threading.Thread(target=self._outlive, args=(self._process, config.grace_s), name="ranks", daemon=True).start()
 
-    def listens(self, ranks: int) -> bool:
-        """On bundle 0: all ranks have begun to listen. YardError with the end of the log when they have ended."""
+    def listens(self, ranks: Sequence[int]) -> bool:
+        """Where they were started: these ranks have begun to listen. YardError with the end of the log when they have ended."""
         if self._process is not None and self._process.poll() is not None:
             code = self._process.returncode
             raise unavailable(f"the ranks of pool `{self._pool}` ended with code {code}; {self._log} ends:\n{tail(self._log)}")
-        return all(pid_path(self._directory, rank).exists() for rank in range(ranks))
+        return all(pid_path(self._directory, rank).exists() for rank in ranks)
 
     def watch(self, grace_s: float) -> None:
-        """On the other bundles: end this actor after its rank, unless the ranks are started again within the grace."""
+        """On bundles that started no rank: end this actor after its rank, unless ranks are started again within the grace."""
         self._watched = int(pid_path(self._directory, self._rank).read_text())
         threading.Thread(target=self._outlive_rank, args=(self._watched, grace_s), name="rank", daemon=True).start()
 
@@ -108,9 +122,11 @@ class RankHost:
     def _outlive(self, process: subprocess.Popen[bytes], grace_s: float) -> None:
         process.wait()
         time.sleep(grace_s)
-        if self._process is process:
+        if self._process is not process:
+            return
+        if self._rank == 0:
             ray.util.remove_placement_group(ray.util.get_placement_group(group_name(self._pool)))
-            os._exit(0)
+        os._exit(0)
 
     def _outlive_rank(self, pid: int, grace_s: float) -> None:
         while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:

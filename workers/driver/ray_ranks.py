@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gateway.api.config import PoolSpec
 from gateway.api.errors import YardError, unavailable
+from workers.driver.launcher import starts_alone
 from workers.driver.local_ranks import START_TIMEOUT_S
 from workers.driver.rank_host import NAMESPACE, HostDescription, RankHost, group_name, host_name
 from workers.driver.rank_link import listens
@@ -62,21 +63,32 @@ class RayRanks:
     def _start(self) -> list[str]:
         hosts = self._living_hosts() or self._new_hosts()
         described: list[HostDescription] = _call(hosts, "describe")
-        first = described[0]
-        config = replace(
-            self._config,
-            host_pids=tuple(host.pid for host in described),
-            node=first.node_name,
-            # Where there are several nodes, this driver or the next one may live on another than the ranks.
-            listen_host=first.node_ip if sum(node["Alive"] for node in ray.nodes()) > 1 else "",
-        )
-        _call(hosts[:1], "launch", config, self._ranks)
+        starters = hosts if starts_alone(self._config.device) else hosts[:1]
+        ranks_of = [[rank] for rank in range(self._ranks)] if len(starters) == self._ranks else [list(range(self._ranks))]
+        for host, ranks in zip(starters, ranks_of, strict=True):
+            _call([host], "clear", ranks)
+        one_node = len({host.node_id for host in described}) == 1
+        rendezvous = _call(hosts[:1], "meeting_place", one_node)[0] if len(starters) > 1 else ""
+        several_nodes = sum(node["Alive"] for node in ray.nodes()) > 1
+        for rank, (host, description) in enumerate(zip(starters, described, strict=False)):
+            config = replace(
+                self._config,
+                rank=rank,
+                ranks=self._ranks,
+                host_pids=tuple(each.pid for each in described),
+                node=description.node_name,
+                # Where there are several nodes, this driver or the next one may live on another than the ranks.
+                listen_host=description.node_ip if several_nodes else "",
+                rendezvous=rendezvous,
+            )
+            _call([host], "launch", config)
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not _call(hosts[:1], "listens", self._ranks)[0]:
-            time.sleep(0.05)
-            if time.monotonic() > deadline:
-                raise unavailable(f"the ranks of pool `{self._config.pool}` do not listen after {START_TIMEOUT_S:.0f} s")
-        _call(hosts[1:], "watch", self._config.grace_s)
+        for host, ranks in zip(starters, ranks_of, strict=True):
+            while not _call([host], "listens", ranks)[0]:
+                time.sleep(0.05)
+                if time.monotonic() > deadline:
+                    raise unavailable(f"the ranks of pool `{self._config.pool}` do not listen after {START_TIMEOUT_S:.0f} s")
+        _call(hosts[len(starters) :], "watch", self._config.grace_s)
         return self._addresses(hosts)
 
     def _living_hosts(self) -> list[Any] | None:
@@ -106,7 +118,7 @@ class RayRanks:
             max_restarts=0,
             num_cpus=bundle["CPU"],
             num_gpus=bundle.get("GPU", 0),
-            resources={POOL_RESOURCE: bundle[POOL_RESOURCE]},
+            resources={name: amount for name, amount in bundle.items() if name == POOL_RESOURCE},
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
         ).remote(self._config.pool, rank, str(self._config.directory))
 
@@ -152,21 +164,32 @@ class RayRanks:
                 bundle_label_selector=[dict(self._spec.node_labels) for _ in range(self._ranks)],
             )
         if not group.wait(PLACEMENT_TIMEOUT_S):
-            labels = f" with labels {self._spec.node_labels}" if self._spec.node_labels else ""
-            raise unavailable(
-                f"pool `{self._config.pool}`: no node{labels} has room for {self._ranks} × {self._bundle()}; "
-                f"add a node, free one, or lower devices or memory (nodes declare {POOL_RESOURCE} when they start)"
-            )
+            raise unavailable(self._no_room())
         return group
+
+    def _no_room(self) -> str:
+        labels = f" with labels {self._spec.node_labels}" if self._spec.node_labels else ""
+        if self._spec.device == "cuda":
+            gpus = sum(node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"])
+            free = ray.available_resources().get("GPU", 0)
+            return (
+                f"pool `{self._config.pool}` asks for {self._ranks} GPUs{labels}; this site has {gpus:.0f}, {free:.0f} of them "
+                "free; start Ray on nodes with GPUs (`ray start --num-gpus` where it does not find them), lower devices, or use "
+                "device: cpu"
+            )
+        return (
+            f"pool `{self._config.pool}`: no node{labels} has room for {self._ranks} × {self._bundle()}; "
+            f"add a node, free one, or lower devices or memory (nodes declare {POOL_RESOURCE} when they start)"
+        )
 
     def _bundles(self) -> list[dict[str, float]]:
         return [self._bundle() for _ in range(self._ranks)]
 
     def _bundle(self) -> dict[str, float]:
-        bundle: dict[str, float] = {"CPU": 1.0, POOL_RESOURCE: float(self._config.capacity_bytes // 2**20)}
+        """A GPU brings its memory with it; host memory that pools may take is what nodes declare."""
         if self._spec.device == "cuda":
-            bundle["GPU"] = 1.0
-        return bundle
+            return {"CPU": 1.0, "GPU": 1.0}
+        return {"CPU": 1.0, POOL_RESOURCE: float(self._config.capacity_bytes // 2**20)}
 
 
 def _placement_group(pool: str) -> PlacementGroup | None:

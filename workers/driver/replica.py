@@ -136,6 +136,7 @@ class PoolDriverReplica:
             cache_dir=Path(runtime.cache_dir),
             grace_s=spec.rank_grace_s,
             secret=runtime.secret,
+            standby_bytes=spec.standby,
         )
 
 

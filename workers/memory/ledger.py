@@ -34,7 +34,7 @@ class Ledger:
     def __init__(self, capacities: Sequence[int]) -> None:
         if any(capacity < 0 for capacity in capacities):
             raise ValueError("a capacity below 0 bytes")
-        self._capacities = tuple(capacities)
+        self._capacities = list(capacities)
         self._lines: list[dict[tuple[Hashable, str], int]] = [{} for _ in capacities]
         self._used = [0 for _ in capacities]
 
@@ -44,6 +44,11 @@ class Ledger:
 
     def capacity(self, rank: int) -> int:
         return self._capacities[rank]
+
+    def set_capacity(self, rank: int, capacity_bytes: int) -> None:
+        """As the device turned out to be. What is held stays, even above it."""
+        _check_size(capacity_bytes)
+        self._capacities[rank] = capacity_bytes
 
     def used(self, rank: int) -> int:
         return self._used[rank]

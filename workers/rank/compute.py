@@ -40,7 +40,9 @@ log = logging.getLogger(__name__)
 
 
 class GroupCommFactory(Protocol):
-    def __call__(self, ranks: tuple[int, ...], tensor_parallel: int, pipeline_parallel: int, group_id: int) -> GroupComm: ...
+    def __call__(self, ranks: tuple[int, ...], tensor_parallel: int, pipeline_parallel: int, number: int) -> GroupComm:
+        """`number`: of the load, the same on all members and never used twice. Exchanges nothing."""
+        ...
 
 
 EngineFactory = Callable[[str], Engine]
@@ -179,7 +181,7 @@ class ComputeThread:
             self._report(Done(op=command.op, error=f"group {command.group_id} is already loaded or loading"))
             return
         self._comms[command.group_id] = self._make_comm(
-            command.ranks, command.tensor_parallel, command.pipeline_parallel, command.group_id
+            command.ranks, command.tensor_parallel, command.pipeline_parallel, command.op
         )
         self._loading.add(command.group_id)
         name = f"load-{command.model}-{command.group_id}"
@@ -192,6 +194,8 @@ class ComputeThread:
             self._report(Progress(op=command.op, fraction=fraction, what=what))
 
         try:
+            # Before anything that can fail on one rank alone: its peers would wait here for it.
+            comm.connect()
             spec = ModelSpec.model_validate_json(command.spec_json)
             engine = self._engines.get(spec.engine) or self._engines.setdefault(spec.engine, self._make_engine(spec.engine))
             shard = engine.load(command, self._rank, self._arena, comm, progress)

@@ -20,7 +20,7 @@ class RankConfig:
     pool: str
     rank: int
     device: str  # cpu or cuda
-    capacity_bytes: int
+    capacity_bytes: int  # 0 on cuda: what the card has, less a reserve
     directory: Path  # of sockets and pid files, on this rank's node
     cache_dir: Path
     grace_s: float  # without a driver for so long: free everything and exit
@@ -28,6 +28,9 @@ class RankConfig:
     host_pids: tuple[int, ...] = ()  # by rank; a rank exits when its host does
     node: str = ""  # how people call the machine; default: its host name
     listen_host: str = ""  # also listen there over TCP, for a driver on another machine
+    ranks: int = 1  # of the pool
+    standby_bytes: int = 0  # of host memory, for parked models: so much at least
+    rendezvous: str = ""  # where the ranks of a cuda pool meet: file:PATH, or tcp:HOST:PORT at rank 0
 
     @property
     def socket(self) -> Path:
@@ -67,6 +70,9 @@ def rank_arguments(config: RankConfig) -> list[str]:
         *("--host-pids", ",".join(map(str, config.host_pids))),
         *("--node", config.node),
         *("--listen-host", config.listen_host),
+        *("--ranks", str(config.ranks)),
+        *("--standby-bytes", str(config.standby_bytes)),
+        *("--rendezvous", config.rendezvous),
     ]
 
 
@@ -83,6 +89,9 @@ def parse(arguments: Sequence[str] | None = None) -> RankConfig:
     parser.add_argument("--host-pids", default="", help="process ids by rank, separated by commas")
     parser.add_argument("--node", default="")
     parser.add_argument("--listen-host", default="", help="also listen there over TCP, on a free port")
+    parser.add_argument("--ranks", type=int, default=1, help="how many ranks the pool has")
+    parser.add_argument("--standby-bytes", type=int, default=0, help="host memory that parked models may take at least")
+    parser.add_argument("--rendezvous", default="", help="file:PATH or tcp:HOST:PORT, where the ranks of a cuda pool meet")
     options = parser.parse_args(arguments)
     secret = os.environ.pop(SECRET_VARIABLE, "")
     if not secret:
@@ -99,6 +108,9 @@ def parse(arguments: Sequence[str] | None = None) -> RankConfig:
         host_pids=tuple(int(pid) for pid in options.host_pids.split(",") if pid),
         node=options.node or os.uname().nodename,
         listen_host=options.listen_host,
+        ranks=options.ranks,
+        standby_bytes=options.standby_bytes,
+        rendezvous=options.rendezvous,
     )
 
 

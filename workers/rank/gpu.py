@@ -1,25 +1,33 @@
-"""What a rank of a cuda pool is made of: the arena on its GPU, the space where models stand by, and the engines."""
+"""What lies below a rank of a cuda pool: one GPU, the pool's arena on it, and the space where models stand by."""
 
 from __future__ import annotations
+
+import logging
 
 import torch
 
 from gateway.api.errors import ErrorCode, YardError
-from workers.comm.base import GroupComm
-from workers.comm.single import SingleComm
-from workers.engines.base import Engine
 from workers.engines.torch.cuda.residency import ParkingSpace
 from workers.memory.copy_engine import CopyEngine
-from workers.memory.cuda_arena import CudaArena
+from workers.memory.cuda_arena import PAGE_BYTES, CudaArena
 from workers.memory.cuda_driver import CudaDriver
 from workers.memory.lanes import lanes_of
 from workers.memory.pinned import PinnedPool
+from workers.messages import DeviceMemory
 from workers.rank.config import RankConfig
+from workers.rank.device import DeviceRank
+from workers.rank.host_memory import available_bytes
+
+log = logging.getLogger(__name__)
 
 _PARKING_SHARE = 0.5  # of the host memory that is free when the rank starts; pinned as models are parked
+RESERVE_BYTES = 2**30
+"""Of a card, never used where the pool's `memory` is not given: for what libraries take outside of the pool's count."""
 
 
-class GpuRank:
+class GpuRank(DeviceRank):
+    arena: CudaArena
+
     def __init__(self, config: RankConfig) -> None:
         """YardError when this process sees no GPU, or cuda-bindings is missing."""
         if not torch.cuda.is_available():
@@ -29,39 +37,37 @@ class GpuRank:
                 "pool's bundles ask for one each), or use device: cpu",
             )
         # Ray shows a rank the GPU of its bundle only; ranks that were started otherwise share what there is.
-        self._device = torch.device("cuda", config.rank % torch.cuda.device_count())
-        self._config = config
+        device = torch.device("cuda", config.rank % torch.cuda.device_count())
+        foreign = _used_before(device)
         try:
-            self.arena = CudaArena(self._device.index, config.capacity_bytes)
+            driver = CudaDriver(device.index)
         except RuntimeError as error:
             raise YardError(ErrorCode.INVALID, f"pool `{config.pool}`, rank {config.rank}: {error}") from error
-        driver = self.arena.driver
-        assert isinstance(driver, CudaDriver)
-        self._driver = driver
-        page_bytes = self.arena.pages.page_bytes
-        pinned = PinnedPool(_parking_bytes(), page_bytes, driver.pin, driver.unpin, driver.make_current)
-        self._parking = ParkingSpace(pinned, CopyEngine(lanes_of(self.arena)))
+        free, total = driver.memory_info()
+        foreign = 0 if foreign is None else foreign
+        context = max(0, total - free - foreign)
+        capacity = min(config.capacity_bytes or total, total - RESERVE_BYTES)
+        room = capacity - context - DeviceMemory(capacity, total, free, context, foreign, 0).intruding_bytes
+        arena = CudaArena(device.index, max(room, PAGE_BYTES), driver=driver)
+        parking_bytes = max(config.standby_bytes, int(available_bytes() * _PARKING_SHARE / config.ranks))
+        pinned = PinnedPool(parking_bytes, arena.pages.page_bytes, driver.pin, driver.unpin, driver.make_current)
 
-    def prepare(self) -> None:
-        """First of all on the compute thread."""
-        self._driver.make_current()
+        def memory() -> DeviceMemory:
+            report = arena.report()
+            return DeviceMemory(capacity, report.total_bytes, report.free_bytes, context, foreign, report.kept_bytes)
 
-    def make_engine(self, name: str) -> Engine:
-        if name != "torch":
-            raise YardError(ErrorCode.INVALID, f"engine {name!r} does not run in a rank; use engine: torch")
-        from workers.engines.torch.cuda.engine import GpuEngine
+        def taken_bytes() -> int:
+            report = arena.report()
+            return report.torch_bytes + report.other_bytes
 
-        return GpuEngine(self._config.cache_dir, self._device, self._parking)
-
-    def make_comm(self, ranks: tuple[int, ...], tensor_parallel: int, pipeline_parallel: int, group_id: int) -> GroupComm:
-        if tensor_parallel * pipeline_parallel == 1:
-            return SingleComm()
-        from workers.comm.nccl import DistributedComm
-
-        return DistributedComm(ranks, tensor_parallel, pipeline_parallel, group_id)
+        parking = ParkingSpace(pinned, CopyEngine(lanes_of(arena)))
+        super().__init__(config, device, arena, memory, taken_bytes, driver.make_current, parking)
 
 
-def _parking_bytes() -> int:
-    with open("/proc/meminfo") as lines:
-        available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    return int(available * _PARKING_SHARE)
+def _used_before(device: torch.device) -> int | None:
+    """Bytes of the card in use before this process has a context there. None without NVML."""
+    try:
+        return torch.cuda.device_memory_used(device)
+    except (ImportError, RuntimeError) as error:
+        log.warning("NVML does not answer (%s): what other processes use counts as this one's context", error)
+        return None

@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 import threading
+from typing import TYPE_CHECKING
 
 from gateway.api.errors import ErrorCode, YardError
 from workers.comm.base import GroupComm
@@ -16,6 +17,9 @@ from workers.memory.arena import HostArena
 from workers.rank.compute import EngineFactory, GroupCommFactory
 from workers.rank.config import RankConfig, parse
 from workers.rank.server import RankServer
+
+if TYPE_CHECKING:
+    from workers.rank.device import DeviceRank
 
 
 def run(config: RankConfig, make_comm: GroupCommFactory, make_engine: EngineFactory) -> int:
@@ -29,8 +33,12 @@ def run_on_gpu(config: RankConfig) -> int:
     """As `run`. YardError without a GPU."""
     from workers.rank.gpu import GpuRank  # imports torch, which ranks of a cpu pool import beside their start
 
-    rank = GpuRank(config)
-    return _serve(RankServer(config, rank.arena, rank.make_comm, rank.make_engine, rank.prepare))
+    return run_on_device(config, GpuRank(config))
+
+
+def run_on_device(config: RankConfig, rank: DeviceRank) -> int:
+    """As `run`, with one process a device that meets its peers at `config.rendezvous`."""
+    return _serve(RankServer(config, rank.arena, rank.make_comm, rank.make_engine, rank.prepare, rank.memory))
 
 
 def _serve(server: RankServer) -> int:
@@ -52,10 +60,10 @@ def join_world() -> None:
         from mpi4py import MPI  # noqa: F401
 
 
-def mpi_comm(ranks: tuple[int, ...], tensor_parallel: int, pipeline_parallel: int, group_id: int) -> GroupComm:
+def mpi_comm(ranks: tuple[int, ...], tensor_parallel: int, pipeline_parallel: int, number: int) -> GroupComm:
     from workers.comm.mpi import make_group_comm
 
-    return make_group_comm(ranks, tensor_parallel, pipeline_parallel, group_id)
+    return make_group_comm(ranks, tensor_parallel, pipeline_parallel, number)
 
 
 def engine_of(config: RankConfig) -> EngineFactory:

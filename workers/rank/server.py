@@ -22,6 +22,7 @@ from workers.memory.arena import Arena
 from workers.messages import (
     PROTOCOL,
     Command,
+    DeviceMemory,
     Done,
     Exit,
     GrowKv,
@@ -60,13 +61,15 @@ class RankServer:
         make_comm: GroupCommFactory,
         make_engine: EngineFactory,
         prepare: Callable[[], None],
+        memory: Callable[[], DeviceMemory | None] = lambda: None,
     ) -> None:
-        """`prepare` runs first of all on the compute thread."""
+        """`prepare` runs first of all on the compute thread; `memory` says how the device stands."""
         self._config = config
         self._prepare = prepare
         self._arena = arena
         self._make_comm = make_comm
         self._make_engine = make_engine
+        self._memory = memory
         self._held: dict[int, HeldShard] = {}
         self._received: dict[int, int] = {}
         self._unloads: dict[int, int] = {}  # op -> group
@@ -185,6 +188,7 @@ class RankServer:
                 held=tuple(self._held.values()),
                 received=dict(self._received),
                 host_bytes=self._host_bytes,
+                memory=self._memory(),
             )
         )
 
@@ -239,6 +243,7 @@ class RankServer:
             if group_id is not None:
                 for table in (self._held, self._received, self._live, self._stale):
                     table.pop(group_id, None)
+            report = msgspec.structs.replace(report, memory=self._memory())
         if isinstance(report, StepDone) and report.error:
             log.error("rank %d: step %d: %s", self._config.rank, report.step, report.error)
         self._send(report)

@@ -91,6 +91,7 @@ class GpuShard:
                 "weights": memory.weights.committed_bytes,
                 "kv": memory.kv.committed_bytes,
                 "workspace": memory.workspace_bytes + self._extra_bytes,
+                "communication": self._comm.taken_bytes,
             },
             digest=facts.digest,
             precision=facts.precision,

@@ -48,7 +48,7 @@ class Network:
     def __init__(self, stage: StageModel, stack: Stack, comm: GroupComm, dtype: torch.dtype, device: torch.device) -> None:
         self.stage = stage
         self.stack = stack
-        self._comm = comm
+        self.comm = comm
         self._dtype = dtype
         self._device = device
         self._model: Any = stage.model
@@ -62,11 +62,11 @@ class Network:
             hidden = self._embedding(tokens.ids)
         else:
             hidden = torch.empty((tokens.ids.shape[0], self._hidden), dtype=self._dtype, device=self._device)
-            self._comm.recv_previous(hidden)
+            self.comm.recv_previous(hidden)
         return self.stack(hidden, tokens, before_layer)
 
     def send(self, hidden: torch.Tensor) -> None:
-        self._comm.send_next(hidden)
+        self.comm.send_next(hidden)
 
     def head(self, hidden: torch.Tensor, places: torch.Tensor, newest: torch.Tensor) -> Computed:
         """The most likely tokens become the newest at `places` (int32)."""
@@ -171,8 +171,9 @@ class GraphSteps:
         for size in reversed(self._sizes):
             self._load([self._idle], size)
             tokens = self._tokens(size)
-            for _ in range(2):  # libraries choose and set up their kernels
-                self._compute(tokens, size)
+            with self._network.comm.quiet():
+                for _ in range(2):  # libraries choose and set up their kernels
+                    self._compute(tokens, size)
             torch.cuda.current_stream().synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
