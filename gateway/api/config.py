@@ -373,6 +373,6 @@ class Manifest(Strict):
     @model_validator(mode="before")
     @classmethod
     def _parse_spec(cls, data: Any) -> Any:
-        if isinstance(data, dict) and data.get("kind") in SPECS and isinstance(data.get("spec"), dict):
+        if isinstance(data, dict) and str(data.get("kind")) in SPECS and isinstance(data.get("spec"), dict):
             return {**data, "spec": SPECS[data["kind"]].model_validate(data["spec"])}
         return data

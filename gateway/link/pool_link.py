@@ -26,8 +26,8 @@ STUCK_S = 20.0
 """Requests in flight, not all of them held, and nothing computed for so long: the replica is stuck. One step on a loaded CPU may
 take seconds."""
 SILENT_S = 8.0
-"""Nothing came from a driver whose heartbeat expired, and which says so much as a step each tick: it is dead. More than
-HEARTBEAT_TTL_S, so that one late heartbeat ends nothing."""
+"""Nothing came from a driver whose heartbeat expired, though drivers say each second that they are there: it is dead. More
+than HEARTBEAT_TTL_S, so that one late heartbeat ends nothing."""
 PROBE_S = 5.0
 FIRST_BACKOFF_S = 0.05
 LONGEST_BACKOFF_S = 2.0

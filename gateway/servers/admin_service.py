@@ -14,7 +14,8 @@ import msgspec
 from google.protobuf.message import Message
 
 from gateway.api.config import DESIRED_KINDS
-from gateway.api.errors import ErrorCode, YardError, invalid, not_found, unavailable
+from gateway.api.errors import ErrorCode, YardError, invalid, not_found, shortened, unavailable
+from gateway.api.nesting import within
 from gateway.api.proto import admin_pb2 as pb
 from gateway.api.proto.admin_pb2_grpc import AdminServicer
 from gateway.api.records import DesiredObject, SiteStatus
@@ -37,6 +38,8 @@ from placement.types import PlacedGroup
 
 ACTOR_METADATA_KEY = "modelyard-actor"
 DEFAULT_EVENTS = 50
+MAX_MANIFEST_CHARACTERS = 2**18
+MAX_MANIFEST_DEPTH = 32
 
 Context = grpc.aio.ServicerContext
 Edit = Callable[[Snapshot], Sequence[Write]]
@@ -222,12 +225,17 @@ class AdminService(AdminServicer):
 
 
 def _put(item: pb.Object) -> Put:
+    what = f"manifest_json of {shortened(item.kind)}/{shortened(item.name)}"
+    if len(item.manifest_json) > MAX_MANIFEST_CHARACTERS:
+        raise invalid(f"{what} has more than {MAX_MANIFEST_CHARACTERS} characters", "objects.manifest_json")
     try:
-        document: Any = json.loads(item.manifest_json)
-    except ValueError as error:
-        raise invalid(f"manifest_json of {item.kind}/{item.name} is not JSON: {error}", "objects.manifest_json") from error
+        document: Any = msgspec.json.decode(item.manifest_json)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(f"{what} is not JSON: {error}", "objects.manifest_json") from error
     if not isinstance(document, dict):
-        raise invalid(f"manifest_json of {item.kind}/{item.name} is not an object", "objects.manifest_json")
+        raise invalid(f"{what} is not an object", "objects.manifest_json")
+    if not within(document, MAX_MANIFEST_DEPTH):
+        raise invalid(f"{what} is nested more than {MAX_MANIFEST_DEPTH} levels deep", "objects.manifest_json")
     metadata = document.get("metadata")
     inner = (document.get("kind"), metadata.get("name") if isinstance(metadata, dict) else None)
     if (item.kind and item.kind != inner[0]) or (item.name and item.name != inner[1]):
@@ -240,7 +248,7 @@ def _put(item: pb.Object) -> Put:
 def _snapshot(text: str) -> Snapshot:
     try:
         return msgspec.json.decode(text, type=Backup).snapshot()
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise invalid(f"this is no file of `yard backup`: {error}", "snapshot_json") from error
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from gateway.api.errors import invalid
+from gateway.api.nesting import within
 from gateway.servers.request import MAX_MESSAGES, MAX_STOP_STRINGS, GenerationRequest, Sampling, too_many
 
 MAX_PROMPTS = 64
@@ -260,16 +261,9 @@ def _message(message: Any, name: str) -> dict[str, Any]:
     role = message.get("role")
     if not isinstance(role, str) or not role:
         raise invalid(f"{name}.role must be system, user, assistant or tool", f"{name}.role")
-    if not _within(message, MAX_MESSAGE_DEPTH):
+    if not within(message, MAX_MESSAGE_DEPTH):
         raise invalid(f"{name} is nested more than {MAX_MESSAGE_DEPTH} levels deep", name)
     return {**message, "role": role, "content": _content(message.get("content"), f"{name}.content")}
-
-
-def _within(value: Any, levels: int) -> bool:
-    """Whether it is nested at most so deep: what walks it later calls itself for each level."""
-    if isinstance(value, dict):
-        return levels > 0 and all(_within(part, levels - 1) for part in value.values())
-    return not isinstance(value, list) or (levels > 0 and all(_within(part, levels - 1) for part in value))
 
 
 def _content(content: Any, name: str) -> str:

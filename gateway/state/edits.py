@@ -9,7 +9,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import ValidationError
 
-from gateway.api.config import DESIRED_KINDS, Manifest, RouteSpec
+from gateway.api.config import DESIRED_KINDS, Manifest, RouteSpec, Strict
 from gateway.api.errors import ErrorCode, YardError, invalid, not_found
 from gateway.api.manifest import read_text
 from gateway.api.records import DesiredObject
@@ -116,11 +116,14 @@ def parse_document(document: dict[str, Any]) -> Manifest:
         message = "a Site is read from the site directory by `yard up` and not kept in the store; leave it out of the change"
         raise invalid(message, "kind")
     try:
-        return Manifest.model_validate(document)
+        manifest = Manifest.model_validate(document)
     except ValidationError as error:
         metadata = document.get("metadata")
         name = metadata.get("name", "?") if isinstance(metadata, Mapping) else "?"
         raise invalid(_explained(document, f"{document.get('kind', '?')}/{name}", error), _field(document, error)) from error
+    if not isinstance(manifest.spec, Strict):
+        raise invalid(f"{manifest.kind}/{manifest.name}: spec must be a mapping", "spec")
+    return manifest
 
 
 def _explained(document: dict[str, Any], name: str, error: ValidationError) -> str:

@@ -56,12 +56,13 @@ class Outbox:
         self._frame.holds.add(id=request, reason=reason, estimated_wait_ms=int(wait_s * 1000))
         self._dirty = True
 
-    def flush(self, step: int, loads: tuple[tuple[str, int, int, int], ...], *, alone: bool = False) -> None:
+    def flush(self, step: int, loads: tuple[tuple[str, int, int, int], ...], *, alone: bool = False, alive: bool = False) -> None:
         """Let the frame go, with the number of steps done and the loads (model, outstanding tokens, running, waiting).
 
-        `alone`: also when these are all that is new: a gateway must see that a long prompt goes on (rule 11).
+        `alone`: also when these are all that is new: a gateway must see that a long prompt goes on (rule 11). `alive`: also when
+        nothing is new, so that silence says that this process is gone.
         """
-        if not self._dirty and not (alone and (step, loads) != (self._step, self._loads)):
+        if not (self._dirty or alive or (alone and (step, loads) != (self._step, self._loads))):
             return
         self._step = step
         self._frame.step = step

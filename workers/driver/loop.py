@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 TICK_S = 0.1
+ALIVE_S = 1.0  # so often each gateway gets a frame, also an empty one
 FIRST_RESTART_PAUSE_S = 0.5
 LAST_RESTART_PAUSE_S = 20.0
 STEADY_AFTER_S = 60.0  # ranks that lived so long start the restart pauses anew
@@ -255,10 +256,13 @@ class PoolLoop:
     # ------------------------------------------------------------------ inside
 
     async def _tick(self) -> None:
+        said_at = self.now()
         while True:
             await asyncio.sleep(TICK_S)
             self._tell(self.core.on_tick)
-            self._flush(alone=True)
+            alive = self.now() - said_at >= ALIVE_S
+            said_at = self.now() if alive else said_at
+            self._flush(alone=True, alive=alive)
 
     def _tell(self, event: Callable[..., _T], *what: object) -> _T:
         """Give the core one event, let the frames go. YardError is a refusal; anything else is a defect and makes unhealthy."""
@@ -272,14 +276,14 @@ class PoolLoop:
         self._flush()
         return answer
 
-    def _flush(self, *, alone: bool = False) -> None:
+    def _flush(self, *, alone: bool = False, alive: bool = False) -> None:
         if self.core.state.closing and not self.core.state.sequences:
             self._drained.set()
         if not self._outboxes:
             return
         current = loads(self.core.state)
         for outbox in self._outboxes.values():
-            outbox.flush(self.core.state.steps_done, current, alone=alone)
+            outbox.flush(self.core.state.steps_done, current, alone=alone, alive=alive)
 
     def _own(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         task = asyncio.create_task(work, name=name)

@@ -40,3 +40,13 @@ async def test_nothing_is_said_when_nothing_is_new() -> None:
     assert not taking.done()
     outbox.flush(8, loads(world.core.state), alone=True)
     assert (await taking) is not None
+
+
+async def test_a_driver_with_nothing_new_says_that_it_is_there() -> None:
+    world = World().ready()
+    outbox = Outbox("g")
+    for _ in range(2):
+        outbox.flush(7, loads(world.core.state), alive=True)
+        frame = await outbox.next_frame()
+        assert frame is not None
+        assert frame.step == 7

@@ -105,6 +105,24 @@ async def test_get_gives_back_what_was_applied_and_a_generation_guards_the_next_
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
 
 
+async def test_odd_documents_are_bad_requests(admin: Admin) -> None:
+    """Whatever is sent as a document, the caller is told what is wrong with it."""
+    deep = "[" * 400 + "]" * 400
+    named = '{"apiVersion": "modelyard/v1", "kind": "Model", "metadata": {"name": "m"}, "spec": %s}'
+    texts = [
+        "", "null", "[]", "{}", "NaN", deep, '{"a": ' + deep + "}", "[" * 50_000, '{"kind": []}',
+        '{"kind": "Model", "metadata": 3}',
+        named % deep, named % "null", named % "[]", named % "5",
+        named % '{"source": "\\ud800"}', named % ('{"replicas": ' + "9" * 5_000 + "}"),
+        named % '{"replicas": 1e999}', named % ('{"source": "' + "x" * 300_000 + '"}'), named % ('{"' + "x" * 9_000 + '": 1}'),
+        named.replace('"m"', '"' + "é" * 9_000 + '"') % "{}",
+    ]  # fmt: skip
+    for text in texts:
+        for call in (admin.stub.Apply, admin.stub.Plan):
+            code = await call(pb.ApplyRequest(objects=[pb.Object(manifest_json=text)])).code()
+            assert code == grpc.StatusCode.INVALID_ARGUMENT, text[:200]
+
+
 @pytest.mark.parametrize(
     ("request_", "method", "status", "message"),
     [
