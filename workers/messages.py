@@ -238,7 +238,16 @@ class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
     damaged: bool = False
 
 
-Report = Welcome | Progress | Done | StepDone
+class DeviceLoad(msgspec.Struct, frozen=True, tag="device_load"):
+    """Now and then, unasked."""
+
+    utilization: float  # 0 to 1; -1: not known
+    used_bytes: int
+    total_bytes: int
+    link_bytes_per_s: float = 0.0  # host memory to device, measured when the rank started
+
+
+Report = Welcome | Progress | Done | StepDone | DeviceLoad
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder = msgspec.msgpack.Decoder(Command)

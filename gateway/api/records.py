@@ -30,6 +30,10 @@ class RankRecord(msgspec.Struct, frozen=True):
     numa: int = -1  # the NUMA node that the card hangs on; -1: not known
     trouble: str = ""  # why the card should take nothing, e.g. uncorrectable memory errors
     unaccounted_bytes: int = 0  # what the device's driver says is used, above all that is known
+    utilization: float = -1.0  # of the device in the last seconds, 0 to 1; -1: not known
+    used_bytes: int = 0  # of the whole device, by whomever; cpu: what the rank's process has in memory
+    total_bytes: int = 0
+    link_bytes_per_s: float = 0.0  # from host memory into the device, as measured at the rank's start; 0: not known
 
 
 class GroupRecord(msgspec.Struct, frozen=True):
@@ -55,6 +59,10 @@ class GroupRecord(msgspec.Struct, frozen=True):
     # Of a group whose state is parked: parked, cold, or on its way: parking, waking. Else empty.
     residency: str = ""
     standby_bytes: int = 0  # of its weights, outside the pool's memory, over all its ranks
+    # Of its KV memory, over all its ranks: mapped, held by sequences, and unused below the last block in use (fragmentation).
+    kv_bytes: int = 0
+    kv_used_bytes: int = 0
+    kv_hole_bytes: int = 0
 
 
 class SwitchRecord(msgspec.Struct, frozen=True):
@@ -65,6 +73,20 @@ class SwitchRecord(msgspec.Struct, frozen=True):
     last_s: float
     median_s: float
     longest_s: float
+    total_s: float = 0.0
+    bytes: int = 0  # moved by all of them
+    link_share: float = 0.0  # of the last one: its speed against what the link can do; 0: not known
+    buckets: tuple[int, ...] = ()  # of gateway.api.buckets
+
+
+class ModelTotals(msgspec.Struct, frozen=True):
+    """What a driver has computed of one model since it started."""
+
+    model: str
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompts, that were not computed because their keys and values were there
+    completion_tokens: int = 0
+    failed: int = 0  # sequences that ended with an error
 
 
 class PoolRecord(msgspec.Struct, frozen=True):
@@ -85,6 +107,11 @@ class PoolRecord(msgspec.Struct, frozen=True):
     last_step_unix: float = 0.0
     message: str = ""  # why the pool is not serving, when it is not
     switches: tuple[SwitchRecord, ...] = ()
+    totals: tuple[ModelTotals, ...] = ()
+    started_unix: float = 0.0
+    rank_restarts: int = 0  # since the driver started
+    steps: int = 0
+    held: int = 0  # requests that wait for their model
 
 
 class GatewayRecord(msgspec.Struct, frozen=True):

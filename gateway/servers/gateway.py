@@ -25,6 +25,7 @@ from gateway.servers.generation_path import GenerationPath
 from gateway.servers.health_service import HealthService
 from gateway.servers.inference_service import InferenceService
 from gateway.servers.metrics import GatewayMetrics
+from gateway.servers.node_metrics import NodeMetrics
 from gateway.servers.openai_http import openai_app
 from gateway.servers.public_servers import ADMIN_NAME, INFERENCE_NAME, PublicServers
 from gateway.state.connection import LOST
@@ -60,6 +61,8 @@ class Gateway:
         self._path = GenerationPath(self.view, self._library, self._links, random.Random(), self._quotas)
         self._metrics = GatewayMetrics(self.view)
         self._metrics.queued.set_function(lambda: float(self._path.gate.waiting))
+        self._node_metrics = NodeMetrics(Path(runtime.run_dir), self._metrics.registry, self._metrics.shared)
+        self._metrics.exposition = self._node_metrics.text
         self._path.shadows.outcomes = self._metrics.shadows
         self._health = HealthService(self._path, (INFERENCE_NAME, ADMIN_NAME))
         self.servers = PublicServers(
@@ -72,6 +75,7 @@ class Gateway:
     async def start(self) -> None:
         """YardError when an address cannot be listened on."""
         self.view.subscribe(self._follow)
+        await self._node_metrics.start()
         await self.servers.start(
             InferenceService(self._path, self._metrics),
             self._health,
@@ -108,6 +112,7 @@ class Gateway:
             await self._forget()
             await asyncio.sleep(min(ANNOUNCE_S, drain_s))
         await self.servers.stop(drain_s)
+        await self._node_metrics.stop()
         await self._path.shadows.close()
         await cancelled(self._tasks)
         await self._links.close()
@@ -118,6 +123,7 @@ class Gateway:
 
     def _follow(self) -> None:
         """After each change of the view."""
+        self._metrics.route_switches.follow()
         self._links.reconcile(self.view.pools)
         self._library.prefetch(self.view.models)
         self._quotas.tenants_changed()

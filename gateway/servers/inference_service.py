@@ -248,7 +248,8 @@ class _Call:
         generation.close()
         if self._error is None and not finished:
             self._error = YardError(ErrorCode.CANCELLED, "the client left")
-        self.meter.end(generation.model, generation.usage.prompt_tokens, generation.tokens, self._error)
+        usage = generation.usage
+        self.meter.end(generation.model, usage.prompt_tokens, generation.tokens, self._error, cached_tokens=usage.cached_tokens)
 
 
 def _check_size(size: int, name: str) -> None:

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -90,7 +90,7 @@ class _SiteEndpoints:
         return self._json({"status": "not ready: the site was not read yet, or this gateway is draining"}, 503)
 
     async def metrics(self, request: Request) -> Response:
-        return Response(generate_latest(self._metrics.registry), headers={"content-type": CONTENT_TYPE_LATEST})
+        return Response(await self._metrics.exposition(), headers={"content-type": CONTENT_TYPE_LATEST})
 
     def _model(self, route: route_table.RouteEntry) -> dict[str, Any]:
         stored = self._path.view.desired.objects.get(ObjectKey("Model" if route.implicit else "Route", route.name))
@@ -157,7 +157,9 @@ class GenerationEndpoint:
         finally:
             watcher.cancel()
             group.close()
-            meter.end(group.first.model, group.usage.prompt_tokens, group.tokens, failure)
+            meter.end(
+                group.first.model, group.usage.prompt_tokens, group.tokens, failure, cached_tokens=group.usage.cached_tokens
+            )
 
     async def _whole(self, request: ApiRequest, group: GenerationGroup, news: Any, meter: RequestMeter, reply: Reply) -> None:
         choices: dict[int, ChoiceDelta] = {}

@@ -71,7 +71,8 @@ class ElasticKv:
                 self._send(group, group.kv_blocks)
             return
         if op.blocks > group.kv_blocks:
-            self._state.switched("remap", now - op.began_at)
+            more = sum(group.sizing.block_bytes.values()) * (op.blocks - group.kv_blocks)
+            self._state.switched("remap", now - op.began_at, more)
         group.kv_blocks = op.blocks
         self._state.ledger.resize(group.id, "kv_used", group.sizing.kv_used_bytes(op.blocks))
         if op.blocks > group.batcher.blocks.capacity:

@@ -138,7 +138,8 @@ class Lifecycle:
             self._fail(now, group, f"loading failed: {text}")
         else:
             self._state.load_times_s[group.model] = now - group.load_began_at
-            self._state.switched("load", now - group.load_began_at)
+            loaded = [held.bytes.get("weights", 0) for held in group.held.values()]
+            self._state.switched("load", now - group.load_began_at, sum(loaded), max(loaded, default=0))
             assert group.sizing is not None
             group.kv_blocks = group.sizing.floor_blocks
             enter_measured(self._state.ledger, group)

@@ -25,7 +25,7 @@ from workers.driver.observe import loads
 from workers.driver.rank_fleet import RankFleet
 from workers.driver.rank_link import RankLink
 from workers.driver.sequence import Request
-from workers.messages import Command, Done, Progress, Report, SampledToken, StepDone, Welcome
+from workers.messages import Command, DeviceLoad, Done, Progress, Report, SampledToken, StepDone, Welcome
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -77,6 +77,7 @@ class PoolLoop:
         self._ranks = RankFleet(launcher, secret, self.incarnation)
         self._ranks_since = 0.0
         self._restarts = 0
+        self.device_loads: dict[int, DeviceLoad] = {}  # by rank, the last that each said
         self._outboxes: dict[int, Outbox] = {}
         self._logprobs: set[RequestKey] = set()
         self._next_link = OWN_LINK + 1
@@ -194,6 +195,8 @@ class PoolLoop:
 
     def restart_ranks(self, reason: str) -> None:
         self._ranks.drop()
+        self.device_loads.clear()
+        self.core.state.rank_restarts += 1
         if not self._closing:
             self._own(self._bring_up_ranks(reason, adopt=False), "ranks")
 
@@ -246,6 +249,10 @@ class PoolLoop:
                 self._tell(self.core.on_op_done, rank, report)
             case Progress():
                 self._tell(self.core.on_progress, rank, report)
+            case DeviceLoad():
+                self.device_loads[rank] = report
+                known = [load.link_bytes_per_s for load in self.device_loads.values() if load.link_bytes_per_s]
+                self.core.state.link_bytes_per_s = min(known, default=0.0)
             case Welcome():
                 log.warning("pool %s: rank %d welcomed twice", self.pool, rank)
 

@@ -6,16 +6,21 @@ from collections import Counter
 from statistics import median
 from typing import cast
 
-from gateway.api.records import GroupRecord, ModelState, RankRecord, SwitchRecord
+from gateway.api.records import GroupRecord, ModelState, ModelTotals, RankRecord, SwitchRecord
 from workers.driver.group import Group
 from workers.driver.pool_state import PoolState
 from workers.driver.residency import STANDING_BY
-from workers.messages import Welcome
+from workers.messages import DeviceLoad, Welcome
+
+_UNKNOWN = DeviceLoad(-1.0, 0, 0)
 
 
-def rank_records(state: PoolState, welcomes: dict[int, Welcome]) -> tuple[RankRecord, ...]:
+def rank_records(
+    state: PoolState, welcomes: dict[int, Welcome], device_loads: dict[int, DeviceLoad] | None = None
+) -> tuple[RankRecord, ...]:
     records = []
     for rank, capacity in enumerate(state.capacities):
+        load = (device_loads or {}).get(rank, _UNKNOWN)
         welcome = welcomes.get(rank)
         lines: Counter[tuple[str, str]] = Counter()
         for owner, kind, size in state.ledger.lines(rank):
@@ -32,6 +37,10 @@ def rank_records(state: PoolState, welcomes: dict[int, Welcome]) -> tuple[RankRe
                 ledger=tuple((model, kind, size) for (model, kind), size in sorted(lines.items())),
                 alive=state.ranks_up and welcome is not None,
                 unaccounted_bytes=state.unaccounted_bytes(rank),
+                utilization=round(load.utilization, 3),
+                used_bytes=load.used_bytes,
+                total_bytes=load.total_bytes,
+                link_bytes_per_s=load.link_bytes_per_s,
             )
         )
     return tuple(records)
@@ -44,8 +53,25 @@ def group_records(state: PoolState, unix_offset: float) -> tuple[GroupRecord, ..
 
 def switch_records(state: PoolState) -> tuple[SwitchRecord, ...]:
     return tuple(
-        SwitchRecord(path, switches.count, switches.seconds[-1], median(switches.seconds), max(switches.seconds))
+        SwitchRecord(
+            path,
+            switches.count,
+            switches.seconds[-1],
+            median(switches.seconds),
+            max(switches.seconds),
+            total_s=switches.buckets.total_s,
+            bytes=switches.bytes,
+            link_share=round(switches.link_share, 4),
+            buckets=tuple(switches.buckets.counts),
+        )
         for path, switches in sorted(state.switches.items())
+    )
+
+
+def model_totals(state: PoolState) -> tuple[ModelTotals, ...]:
+    return tuple(
+        ModelTotals(model, totals.prompt_tokens, totals.cached_tokens, totals.completion_tokens, totals.failed)
+        for model, totals in sorted(state.totals.items())
     )
 
 
@@ -65,6 +91,7 @@ def _group_record(group: Group, unix_offset: float, *, closing: bool) -> GroupRe
     held = next(iter(group.held.values()), None)
     placement = group.wanted.placement
     stands_by = group.state in STANDING_BY
+    mapped, used, holes = _kv_use(group)
     state = "parked" if stands_by else "draining" if closing and group.state == "ready" else group.state
     return GroupRecord(
         model=group.model,
@@ -86,4 +113,15 @@ def _group_record(group: Group, unix_offset: float, *, closing: bool) -> GroupRe
         ready_since_unix=group.ready_since + unix_offset if group.ready_since else 0.0,
         residency=group.state if stands_by else "",
         standby_bytes=sum(held.standby_bytes for held in group.held.values()),
+        kv_bytes=mapped,
+        kv_used_bytes=used,
+        kv_hole_bytes=holes,
     )
+
+
+def _kv_use(group: Group) -> tuple[int, int, int]:
+    """Bytes over all ranks: mapped, held by sequences, and not held though they lie below the highest block that is."""
+    if group.batcher is None or group.sizing is None:
+        return 0, 0, 0
+    blocks, size = group.batcher.blocks, sum(group.sizing.block_bytes.values())
+    return group.kv_blocks * size, blocks.used * size, (blocks.highest_used() + 1 - blocks.used) * size

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from gateway.api.buckets import Buckets
 from workers.driver.effects import RequestKey
 from workers.driver.group import Group, Op, Wanted
 from workers.driver.sequence import Request, Sequence
@@ -31,6 +32,19 @@ class Switches:
 
     count: int = 0
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=256))  # the newest ones
+    buckets: Buckets = field(default_factory=Buckets)
+    bytes: int = 0
+    link_share: float = 0.0  # of the last one
+
+
+@dataclass
+class Totals:
+    """What was computed of one model."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    failed: int = 0
 
 
 @dataclass(eq=False)
@@ -53,6 +67,9 @@ class PoolState:
     load_times_s: dict[str, float] = field(default_factory=dict)  # by model, the last one measured
     move_bytes_per_s: dict[str, float] = field(default_factory=dict)  # of a rank's park or wake, the last one measured
     switches: dict[str, Switches] = field(default_factory=dict)  # by path: remap, park, wake, load
+    totals: dict[str, Totals] = field(default_factory=dict)  # by model
+    link_bytes_per_s: float = 0.0  # of the slowest rank, host memory to device
+    rank_restarts: int = 0
     next_group: int = 1
     next_op: int = field(init=False)  # unique over drivers too: ranks meet under the number of the load
     next_step: int = 1
@@ -75,10 +92,15 @@ class PoolState:
         """Host memory that standby copies of this rank take."""
         return sum(group.held[rank].standby_bytes for group in self.groups.values() if rank in group.held)
 
-    def switched(self, path: str, seconds: float) -> None:
+    def switched(self, path: str, seconds: float, size_bytes: int = 0, rank_bytes: int = 0) -> None:
+        """`size_bytes` over all ranks; `rank_bytes` are the most that one rank moved through its link."""
         switches = self.switches.setdefault(path, Switches())
         switches.count += 1
         switches.seconds.append(seconds)
+        switches.buckets.add(seconds)
+        switches.bytes += size_bytes
+        if rank_bytes and seconds > 0 and self.link_bytes_per_s:
+            switches.link_share = rank_bytes / seconds / self.link_bytes_per_s
 
     def new_op_id(self) -> int:
         self.next_op += 1

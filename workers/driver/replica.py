@@ -19,7 +19,7 @@ from workers.driver.heartbeat import Heartbeat
 from workers.driver.launcher import RankLauncher
 from workers.driver.local_ranks import LocalRanks
 from workers.driver.loop import ModelReader, PoolLoop
-from workers.driver.observe import group_records, rank_records, switch_records
+from workers.driver.observe import group_records, model_totals, rank_records, switch_records
 from workers.driver.reader import CheckpointReader
 from workers.driver.server import PoolServer
 from workers.rank.config import RankConfig
@@ -58,6 +58,7 @@ class PoolDriverReplica:
         )
         self._server = PoolServer(self.loop, self.record, runtime.secret, listen_address(runtime.bind_host))
         self._unix_offset = time.time() - self.loop.now()
+        self._started_unix = time.time()
         self._publishing: asyncio.Task[None] | None = None
 
     @property
@@ -109,11 +110,16 @@ class PoolDriverReplica:
             fence=state.fence,
             revision=state.revision,
             heartbeat_unix=time.time(),
-            ranks=rank_records(state, self.loop.welcomes),
+            ranks=rank_records(state, self.loop.welcomes, self.loop.device_loads),
             groups=group_records(state, self._unix_offset),
             version=self._runtime.version,
             last_step_unix=state.last_step_at + self._unix_offset if state.last_step_at else 0.0,
             switches=switch_records(state),
+            totals=model_totals(state),
+            started_unix=self._started_unix,
+            rank_restarts=state.rank_restarts,
+            steps=state.steps_done,
+            held=sum(map(len, state.held.values())),
             message=state.message if state.message or state.ranks_up else "its ranks are starting",
         )
 

@@ -8,7 +8,7 @@ from gateway.api.errors import ErrorCode, invalid
 from workers.driver import estimates
 from workers.driver.effects import OWN_LINK, Effects, Ended, RequestKey
 from workers.driver.group import Group
-from workers.driver.pool_state import Held, PoolState
+from workers.driver.pool_state import Held, PoolState, Totals
 from workers.driver.residency import COMING
 from workers.driver.sequence import Request, Sequence
 from workers.messages import SampledToken
@@ -152,6 +152,12 @@ class Requests:
         )
         if key[0] != OWN_LINK:
             group.used_at = max(group.used_at, group.progress_at)
+        if key[0] != OWN_LINK:
+            totals = self._state.totals.setdefault(group.model, Totals())
+            totals.prompt_tokens += ended.prompt_tokens
+            totals.cached_tokens += ended.cached_tokens
+            totals.completion_tokens += ended.completion_tokens
+            totals.failed += finish_reason == "error"
         if sequence is group.canary:
             group.canary = None
             self._on_canary_end(group, sequence, ended)

@@ -193,8 +193,8 @@ class Switching:
 
     def _timed(self, now: float, group: Group, path: str, size_bytes: int) -> None:
         seconds = now - group.load_began_at
-        self._state.switched(path, seconds)
         longest = max((held.standby_bytes or held.bytes.get("weights", 0) for held in group.held.values()), default=0)
+        self._state.switched(path, seconds, abs(size_bytes), longest)
         if longest and seconds > 0:
             self._state.move_bytes_per_s[path] = longest / seconds
         what = "freed by the park" if path == "park" else "brought back by the wake"

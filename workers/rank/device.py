@@ -17,6 +17,7 @@ from workers.engines.torch.cuda.residency import ParkingSpace
 from workers.memory.arena import Arena
 from workers.messages import DeviceMemory
 from workers.rank.config import RankConfig
+from workers.rank.device_load import HostLoad, LoadProbe
 
 MEET_TIMEOUT_S = 120.0
 
@@ -46,6 +47,9 @@ class DeviceRank:
         config = self._config
         store = open_store(config.rendezvous, config.rank, config.ranks, MEET_TIMEOUT_S)
         return Meeting(store, config.rank, self._device, MEET_TIMEOUT_S, self._taken_bytes)
+
+    def load_probe(self) -> LoadProbe:
+        return HostLoad()
 
     def make_engine(self, name: str) -> Engine:
         if name != "torch":

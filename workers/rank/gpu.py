@@ -19,6 +19,7 @@ from workers.rank.device import DeviceRank
 from workers.rank.host_memory import available_bytes
 
 log = logging.getLogger(__name__)
+from workers.rank.device_load import GpuLoad, LoadProbe, gpu_link_bytes_per_s
 
 _PARKING_SHARE = 0.5  # of the host memory that is free when the rank starts; pinned as models are parked
 RESERVE_BYTES = 2**30
@@ -62,6 +63,10 @@ class GpuRank(DeviceRank):
 
         parking = ParkingSpace(pinned, CopyEngine(lanes_of(arena)))
         super().__init__(config, device, arena, memory, taken_bytes, driver.make_current, parking)
+
+    def load_probe(self) -> LoadProbe:
+        uuid = str(torch.cuda.get_device_properties(self._device).uuid)
+        return GpuLoad(uuid, gpu_link_bytes_per_s(self._device))
 
 
 def _used_before(device: torch.device) -> int | None:

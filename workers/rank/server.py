@@ -13,6 +13,8 @@ import logging
 import os
 import secrets
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -41,6 +43,7 @@ from workers.messages import (
 )
 from workers.rank.compute import ComputeThread, EngineFactory, GroupCommFactory
 from workers.rank.config import NONCE_BYTES, RankConfig, endpoint_path, pid_path, proof
+from workers.rank.device_load import LOAD_EVERY_S, HostLoad, LoadProbe
 from workers.rank.host_memory import available_bytes
 
 log = logging.getLogger(__name__)
@@ -62,10 +65,13 @@ class RankServer:
         make_engine: EngineFactory,
         prepare: Callable[[], None],
         memory: Callable[[], DeviceMemory | None] = lambda: None,
+        make_load_probe: Callable[[], LoadProbe] = HostLoad,
     ) -> None:
-        """`prepare` runs first of all on the compute thread; `memory` says how the device stands."""
+        """`prepare` runs first of all on the compute thread; `memory` says how the device stands. `make_load_probe` is called on
+        a thread and may take a moment."""
         self._config = config
         self._prepare = prepare
+        self._make_load_probe = make_load_probe
         self._arena = arena
         self._make_comm = make_comm
         self._make_engine = make_engine
@@ -123,6 +129,8 @@ class RankServer:
             servers.append(server)
         self._pid_path.write_text(str(os.getpid()))
         watch = asyncio.create_task(self._watch(), name="watch")
+        # A driver library that hangs must not hold up the end of the process, so it is asked on a thread that nobody waits for.
+        threading.Thread(target=self._tell_load, args=(loop,), name="device-load", daemon=True).start()
         try:
             return await self._ended
         finally:
@@ -269,6 +277,17 @@ class RankServer:
             if host is not None and not _alive(host):
                 log.warning("rank %d: host process %d is gone, exiting", self._config.rank, host)
                 self._end(1)
+
+    def _tell_load(self, loop: asyncio.AbstractEventLoop) -> None:
+        """What the device does is nice to know: a probe that fails ends the telling, and nothing else."""
+        try:
+            probe = self._make_load_probe()
+            while not loop.is_closed():
+                loop.call_soon_threadsafe(self._send, probe())
+                time.sleep(LOAD_EVERY_S)
+        except Exception:
+            if not loop.is_closed():
+                log.exception("rank %d: what its device does is not known any more", self._config.rank)
 
     def _on_fatal(self, trace: str) -> None:
         print(f"rank {self._config.rank}: {trace}", file=sys.stderr, flush=True)

@@ -83,7 +83,7 @@ class ScriptedPool(PoolLinkServicer):
             await self._server.stop(None)
             self._server = None
 
-    def record(self, state: str = "ready", context: int = 256, **outstanding: int) -> PoolRecord:
+    def record(self, state: str = "ready", context: int = 256, extra: dict | None = None, **outstanding: int) -> PoolRecord:
         groups = tuple(
             GroupRecord(
                 model=model,
@@ -109,6 +109,7 @@ class ScriptedPool(PoolLinkServicer):
             revision=1,
             heartbeat_unix=0.0,
             groups=groups,
+            **(extra or {}),
         )
 
     async def next(self) -> SubmittedSequence:

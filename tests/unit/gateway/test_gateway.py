@@ -179,7 +179,9 @@ async def test_redis_goes_and_comes_back(
             response = await client.post(f"http://127.0.0.1:{gateway.http_port}/v1/completions", json=body)
             assert response.headers["x-modelyard-degraded"] == "true"
             assert (await client.get(f"http://127.0.0.1:{gateway.http_port}/ready")).status_code == 200
-            assert "modelyard_degraded 1.0" in (await client.get(f"http://127.0.0.1:{gateway.http_port}/metrics")).text
+            assert (
+                'modelyard_degraded{gateway="0"} 1.0' in (await client.get(f"http://127.0.0.1:{gateway.http_port}/metrics")).text
+            )
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await apply_model(gateway)
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -1,0 +1,70 @@
+"""What a driver says of its switches, its memory and its work, after the events that make them."""
+
+from __future__ import annotations
+
+from pool_world import MIB, World, wanted
+
+from gateway.api.buckets import SWITCH_BOUNDS_S
+from workers.driver.observe import group_records, model_totals, rank_records, switch_records
+from workers.messages import DeviceLoad
+from workers.rank.device_load import HostLoad
+
+
+def ready() -> World:
+    world = World()
+    world.assign(wanted("m"))
+    world.run()
+    assert world.states("m") == ["ready"], world.events
+    return world
+
+
+def test_switches_say_how_long_how_much_and_how_near_the_link() -> None:
+    world = ready()
+    world.core.state.link_bytes_per_s = 1000.0 * MIB
+    world.core.on_set_residency(world.now, 0, "m", "parked")
+    world.run()
+    world.core.on_set_residency(world.now, 0, "m", "resident")
+    world.run()
+    switches = {switch.path: switch for switch in switch_records(world.core.state)}
+    assert set(switches) >= {"load", "park", "wake"}
+    for switch in switches.values():
+        assert sum(switch.buckets) == switch.count
+        assert len(switch.buckets) == len(SWITCH_BOUNDS_S) + 1
+    weights = sum(shard.bytes["weights"] for group in world.core.state.groups.values() for shard in group.held.values())
+    wake = switches["wake"]
+    assert wake.bytes == weights
+    assert wake.last_s == 0 or abs(wake.link_share - weights / wake.last_s / (1000 * MIB)) < 0.001
+
+
+def test_tokens_are_counted_by_model() -> None:
+    world = ready()
+    assert model_totals(world.core.state) == (), "the canary is nobody's request"
+    world.submit((1, 2, 3), max_tokens=4)
+    world.run()
+    [totals] = model_totals(world.core.state)
+    assert (totals.model, totals.prompt_tokens, totals.completion_tokens, totals.failed) == ("m", 3, 4, 0)
+
+
+def test_kv_in_use_and_what_lies_between() -> None:
+    world = ready()
+    [group] = world.core.state.groups.values()
+    assert group.batcher is not None
+    assert group.sizing is not None
+    block = sum(group.sizing.block_bytes.values())
+    taken = group.batcher.blocks.allocate(4)
+    assert taken is not None
+    group.batcher.blocks.release(taken[:3])
+    [record] = group_records(world.core.state, 0.0)
+    assert (record.kv_used_bytes, record.kv_hole_bytes) == (block, max(taken) * block)
+    assert record.kv_bytes == group.kv_blocks * block
+
+
+def test_devices_say_what_they_do() -> None:
+    world = ready()
+    load = HostLoad()()
+    assert 0 <= load.utilization <= 1
+    assert 0 < load.used_bytes < load.total_bytes
+    assert load.link_bytes_per_s > 2**27
+    known, *others = rank_records(world.core.state, {}, {0: DeviceLoad(0.25, 5, 9, 3.0)})
+    assert (known.utilization, known.used_bytes, known.total_bytes, known.link_bytes_per_s) == (0.25, 5, 9, 3.0)
+    assert all(rank.utilization == -1 for rank in others)
