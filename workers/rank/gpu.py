@@ -16,10 +16,10 @@ from workers.memory.pinned import PinnedPool
 from workers.messages import DeviceMemory
 from workers.rank.config import RankConfig
 from workers.rank.device import DeviceRank
+from workers.rank.device_load import GpuLoad, LoadProbe, gpu_link_bytes_per_s
 from workers.rank.host_memory import available_bytes
 
 log = logging.getLogger(__name__)
-from workers.rank.device_load import GpuLoad, LoadProbe, gpu_link_bytes_per_s
 
 _PARKING_SHARE = 0.5  # of the host memory that is free when the rank starts; pinned as models are parked
 RESERVE_BYTES = 2**30
