@@ -189,6 +189,15 @@ class DeviceMemory(msgspec.Struct, frozen=True):
         return max(0, self.foreign_bytes - (self.total_bytes - self.capacity_bytes))
 
 
+class DeviceFacts(msgspec.Struct, frozen=True):
+    """What a rank's card is; see `RankRecord` for the fields."""
+
+    type: str = ""
+    nvlink_domain: str = ""
+    numa: int = -1
+    trouble: str = ""
+
+
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     rank: int
     pid: int
@@ -200,6 +209,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     received: dict[int, int] = {}
     protocol: int = PROTOCOL
     host_bytes: int = 0  # of its node, available when the rank started
+    facts: DeviceFacts = DeviceFacts()
     memory: DeviceMemory | None = None  # None: a rank without a device of its own, which may have what it was started with
 
 

@@ -41,6 +41,10 @@ def rank_records(
                 used_bytes=load.used_bytes,
                 total_bytes=load.total_bytes,
                 link_bytes_per_s=load.link_bytes_per_s,
+                type=welcome.facts.type if welcome else "",
+                nvlink_domain=welcome.facts.nvlink_domain if welcome else "",
+                numa=welcome.facts.numa if welcome else -1,
+                trouble=welcome.facts.trouble if welcome else "",
             )
         )
     return tuple(records)

@@ -15,7 +15,7 @@ from workers.engines.base import Engine
 from workers.engines.torch.cuda.engine import GpuEngine
 from workers.engines.torch.cuda.residency import ParkingSpace
 from workers.memory.arena import Arena
-from workers.messages import DeviceMemory
+from workers.messages import DeviceFacts, DeviceMemory
 from workers.rank.config import RankConfig
 from workers.rank.device_load import HostLoad, LoadProbe
 
@@ -23,6 +23,8 @@ MEET_TIMEOUT_S = 120.0
 
 
 class DeviceRank:
+    facts = DeviceFacts()
+
     def __init__(
         self,
         config: RankConfig,

@@ -16,6 +16,7 @@ from workers.memory.pinned import PinnedPool
 from workers.messages import DeviceMemory
 from workers.rank.config import RankConfig
 from workers.rank.device import DeviceRank
+from workers.rank.device_facts import device_facts
 from workers.rank.device_load import GpuLoad, LoadProbe, gpu_link_bytes_per_s
 from workers.rank.host_memory import available_bytes
 
@@ -61,6 +62,7 @@ class GpuRank(DeviceRank):
             report = arena.report()
             return report.torch_bytes + report.other_bytes
 
+        self.facts = device_facts(torch.cuda.get_device_properties(device))
         parking = ParkingSpace(pinned, CopyEngine(lanes_of(arena)))
         super().__init__(config, device, arena, memory, taken_bytes, driver.make_current, parking)
 

@@ -38,7 +38,10 @@ def run_on_gpu(config: RankConfig) -> int:
 
 def run_on_device(config: RankConfig, rank: DeviceRank) -> int:
     """As `run`, with one process a device that meets its peers at `config.rendezvous`."""
-    return _serve(RankServer(config, rank.arena, rank.make_comm, rank.make_engine, rank.prepare, rank.memory, rank.load_probe))
+    server = RankServer(
+        config, rank.arena, rank.make_comm, rank.make_engine, rank.prepare, rank.memory, rank.load_probe, rank.facts
+    )
+    return _serve(server)
 
 
 def _serve(server: RankServer) -> int:

@@ -24,6 +24,7 @@ from workers.memory.arena import Arena
 from workers.messages import (
     PROTOCOL,
     Command,
+    DeviceFacts,
     DeviceMemory,
     Done,
     Exit,
@@ -66,6 +67,7 @@ class RankServer:
         prepare: Callable[[], None],
         memory: Callable[[], DeviceMemory | None] = lambda: None,
         make_load_probe: Callable[[], LoadProbe] = HostLoad,
+        facts: DeviceFacts | None = None,
     ) -> None:
         """`prepare` runs first of all on the compute thread; `memory` says how the device stands. `make_load_probe` is called on
         a thread and may take a moment."""
@@ -76,6 +78,7 @@ class RankServer:
         self._make_comm = make_comm
         self._make_engine = make_engine
         self._memory = memory
+        self._facts = facts or DeviceFacts()
         self._held: dict[int, HeldShard] = {}
         self._received: dict[int, int] = {}
         self._unloads: dict[int, int] = {}  # op -> group
@@ -197,6 +200,7 @@ class RankServer:
                 received=dict(self._received),
                 host_bytes=self._host_bytes,
                 memory=self._memory(),
+                facts=self._facts,
             )
         )
 

@@ -272,3 +272,14 @@ def test_what_a_plan_promised_is_what_the_controller_does() -> None:
     done = decide(site, seen, Placed(promised.groups))
     assert places(done) == places(promised) == [("m", "p", (0,)), ("n", "q", (0,))]
     assert assigned(promised, "q") == ["n"]
+
+
+def test_a_card_in_trouble_takes_nothing_and_links_bound_a_tensor_split() -> None:
+    """What ranks say of their cards is what placement looks at."""
+    linked = [RankRecord(index, "node-p", 1, "cuda", 2 * GIB, type="NVIDIA H200", nvlink_domain=domain)
+              for index, domain in enumerate(("a", "b", "b"))]  # fmt: skip
+    site = Desired({"m": asked("m", model_spec(tensor_parallel=2))}, {"p": PoolEntry(SPEC, 1)})
+    for trouble, expected in (("", [("m", "p", (1, 2))]), ("3 uncorrected memory errors", [])):
+        ranks = (*linked[:2], msgspec.structs.replace(linked[2], trouble=trouble))
+        seen = observed(msgspec.structs.replace(record("p"), device="cuda", ranks=ranks))
+        assert places(decide(site, seen, Placed(()))) == expected
