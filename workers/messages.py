@@ -162,6 +162,8 @@ class HeldShard(msgspec.Struct, frozen=True):
     disk_bytes: int = 0
     # Its engine can park it and bring it back; what cannot stays in memory as if it were pinned.
     parkable: bool = False
+    # It keeps nothing when it is parked: what brings it back is a load.
+    park_unloads: bool = False
     # Its weights stand by outside the pool's memory; `bytes` is what it still holds of that memory.
     parked: bool = False
     standby_bytes: int = 0

@@ -21,6 +21,7 @@ class Runtime(msgspec.Struct, frozen=True):
     grpc_port: int = 50051
     http_port: int = 8000
     version: str = "0.1.0"
+    trtllm: str = ""  # EngineSpec as JSON
     quotas_without_redis: Literal["allow", "deny", "last"] = "last"
 
     def __repr__(self) -> str:

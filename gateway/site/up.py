@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gateway.api.config import PoolSpec
+from gateway.api.config import EngineSpec, PoolSpec
 from gateway.api.errors import ErrorCode, YardError, invalid
 from gateway.api.proto import inference_pb2 as inference
 from gateway.api.redis_link import with_site
@@ -234,6 +234,7 @@ class _Start:
             bind_host="127.0.0.1" if self._site.is_loopback else "node",
             grpc_port=self.state.grpc_port,
             http_port=self.state.http_port,
+            trtllm=self._site.spec.engines.get("trtllm", EngineSpec()).model_dump_json(),
             quotas_without_redis=self._site.spec.quotas_without_redis,
         )
 

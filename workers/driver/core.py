@@ -21,6 +21,8 @@ from workers.driver.residency import State
 from workers.driver.sequence import Request, Sequence
 from workers.driver.sizing import Placement
 from workers.driver.stepping import Stepper
+from workers.driver.streaming import Streams
+from workers.engines.trtllm.messages import Output
 from workers.messages import DeviceMemory, Done, HeldShard, Progress, StepDone, UnloadShard
 
 STALLED_S = 120.0
@@ -40,6 +42,7 @@ class PoolCore:
         self._kv = ElasticKv(self.state, effects)
         self._lifecycle = Lifecycle(self.state, effects, self._requests, self._kv)
         self._stepper = Stepper(self.state, effects, self._requests)
+        self._streams = Streams(self.state, effects, self._requests)
 
     # ------------------------------------------------------------------ from gateways
 
@@ -132,8 +135,11 @@ class PoolCore:
             return
         self.state.ranks_up = False
         self.state.message = reason
-        self.state.ops.clear()
+        hosted = {group.id for group in self.state.groups.values() if group.hosted}
+        self.state.ops = {op.id: op for op in self.state.ops.values() if op.group_id in hosted}
         for group in list(self.state.groups.values()):
+            if group.hosted:
+                continue  # its engine has processes of its own
             text = f"model `{group.model}`: {reason}; its worker group restarts"
             stood_by = group.state in ("parked", "cold")
             group.state = "failed"  # so that the canary's end decides nothing
@@ -155,6 +161,22 @@ class PoolCore:
             self._lifecycle.on_damaged(now, group, done.error)
         self._stepper.on_done(now, done)
         self._settle(now)
+
+    # ------------------------------------------------------------------ from engines with processes of their own
+
+    def on_engine_tokens(self, now: float, group_id: int, outputs: Items[Output]) -> None:
+        """One iteration of the engine."""
+        self._now = now
+        self._streams.on_tokens(now, group_id, outputs)
+        self._settle(now)
+
+    def on_engine_lost(self, now: float, group_id: int, reason: str) -> None:
+        self._now = now
+        if group := self.state.groups.get(group_id):
+            self._lifecycle.on_engine_lost(now, group, reason)
+            self._settle(now)
+
+    # ------------------------------------------------------------------ from both
 
     def on_progress(self, now: float, rank: int, progress: Progress) -> None:
         del now
@@ -217,6 +239,8 @@ class PoolCore:
         if self._stepper.stalled_s(now) > STALLED_S:
             self.on_ranks_lost(now, f"requests in flight and no step for {STALLED_S:.0f} s")
             return
+        for group in self._streams.stalled(now, STALLED_S):
+            self._effects.drop_engine(group.id)
         self._kv.give_back_idle(now)
         self._lifecycle.switching.leave_idle(now)
         self._settle(now)
@@ -232,6 +256,7 @@ class PoolCore:
         self._lifecycle.reconcile(now)
         self._kv.give_back()
         self._stepper.pump(now)
+        self._streams.pump(now)
         self._kv.grow(now)
 
     def _on_canary_end(self, group: Group, sequence: Sequence, ended: Ended) -> None:

@@ -12,6 +12,7 @@ from typing import Protocol
 from gateway.api.config import ModelSpec
 from gateway.api.errors import ErrorCode
 from placement.types import ModelShape
+from workers.engines.trtllm.messages import Cancel, Generate
 from workers.messages import Command, SampledToken
 
 RequestKey = tuple[int, int]
@@ -72,6 +73,14 @@ class Effects(Protocol):
 
     def judge_canary(self, group_id: int, model: str, spec: ModelSpec, placement: str, tokens: Sequence[int]) -> None:
         """Compare the answer with what is expected on that placement. Comes back as `on_canary_judged`."""
+        ...
+
+    def to_engine(self, group_id: int, message: Generate | Cancel) -> None:
+        """To a group whose engine schedules itself. Its tokens come back as `on_engine_tokens`."""
+        ...
+
+    def drop_engine(self, group_id: int) -> None:
+        """It makes no progress: end its processes. Comes back as `on_engine_lost`."""
         ...
 
     def restart_ranks(self, reason: str) -> None:

@@ -36,6 +36,10 @@ class EngineLink:
         self._next_op = 1
         self._lost = ""
 
+    @property
+    def is_lost(self) -> bool:
+        return bool(self._lost) or self._writer.is_closing()
+
     def send(self, message: Message) -> None:
         """Never waits. A connection that is gone is found by `read`."""
         if not self._writer.is_closing():

@@ -29,6 +29,8 @@ def estimate_s(state: PoolState, now: float, group: Group) -> float:
 
 
 def wake_s(state: PoolState, group: Group) -> float:
+    if any(held.park_unloads for held in group.held.values()):
+        return state.load_times_s.get(group.model, LOAD_BASE_S) + CHECK_ESTIMATE_S
     return move_s(state, "wake", group)
 
 

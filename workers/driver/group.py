@@ -118,6 +118,11 @@ class Group:
         return self.wanted.placement.ranks
 
     @property
+    def hosted(self) -> bool:
+        """Its engine has processes of its own, beside the ranks of the pool, and schedules its requests itself."""
+        return self.spec.engine == "trtllm"
+
+    @property
     def name(self) -> str:
         return f"{self.model}#{self.id}"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from workers.driver.batching import Batcher
 from workers.driver.group import Group
+from workers.driver.stream_batcher import StreamBatcher
 from workers.memory.blocks import BlockPool
 from workers.memory.ledger import Ledger, LedgerFull
 
@@ -48,6 +49,9 @@ def open_batcher(group: Group, device: str) -> None:
     """Empty queues over the KV blocks that are mapped now."""
     assert group.sizing is not None
     limits = group.spec.limits
+    if group.hosted:
+        group.batcher = StreamBatcher(group.kv_blocks, group.sizing.block_tokens, limits.batch_tokens, limits.concurrency)
+        return
     stages = group.wanted.placement.pipeline_parallel
     group.batcher = Batcher(
         BlockPool(group.kv_blocks, prefix_cache=group.spec.kv.prefix_cache),
@@ -56,5 +60,5 @@ def open_batcher(group: Group, device: str) -> None:
         limits.concurrency,
         stages,
         # A GPU has its next step ready when one ends. On a CPU the same cores would plan and compute.
-        ahead=int(device == "cuda" and stages == 1 and group.spec.engine == "torch"),
+        ahead=int(device == "cuda" and stages == 1),
     )

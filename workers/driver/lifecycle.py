@@ -182,6 +182,17 @@ class Lifecycle:
         self._to(group, "ready", "")
         self._requests.release_held(now, group.model)
 
+    def on_engine_lost(self, now: float, group: Group, reason: str) -> None:
+        """The processes of this group alone are gone, all of them: its requests end, it begins again as one (rule 11)."""
+        if group.op is not None:
+            if group.op.kind in ("load", "unload"):
+                return  # which ends by itself, with the reason
+            del self._state.ops[group.op.id]
+            group.op = None
+        if group.state in ("checking", "ready", "parking", "parked", "waking", "draining"):
+            self._effects.event("engine_lost", group.model, f"group {group.id}: {reason}")
+            self._fail(now, group, reason)
+
     # ------------------------------------------------------------------ parts of the tree
 
     def _replacement_comes(self, group: Group) -> bool:

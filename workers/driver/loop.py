@@ -11,21 +11,28 @@ import logging
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from gateway.api.config import ModelSpec, PoolSpec
+from gateway.api.config import EngineSpec, ModelSpec, PoolSpec
 from gateway.api.errors import YardError
 from workers.driver.core import PoolCore
 from workers.driver.effects import OWN_LINK, Ended, ModelFacts, RequestKey
+from workers.driver.engine_hosts import EngineHosts
+from workers.driver.engine_reports import EngineReports
+from workers.driver.engine_runtime import EngineRuntime
+from workers.driver.engine_seats import LocalSeat
 from workers.driver.frames import Outbox
 from workers.driver.group import Wanted
 from workers.driver.host_memory import standby_capacities
 from workers.driver.launcher import RankLauncher
 from workers.driver.observe import loads
+from workers.driver.places import Places
 from workers.driver.rank_fleet import RankFleet
 from workers.driver.rank_link import RankLink
 from workers.driver.sequence import Request
-from workers.messages import Command, DeviceLoad, Done, Progress, Report, SampledToken, StepDone, Welcome
+from workers.engines.trtllm.messages import Cancel, Generate
+from workers.messages import Command, DeviceLoad, Done, HeldShard, Progress, Report, SampledToken, StepDone, Welcome
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -65,6 +72,7 @@ class PoolLoop:
         observer: Observer,
         secret: str,
         clock: Callable[[], float] = time.monotonic,
+        engine: EngineRuntime | None = None,
     ) -> None:
         self.pool = pool
         self._spec = spec
@@ -75,6 +83,19 @@ class PoolLoop:
         self._observer = observer
         self._clock = clock
         self._ranks = RankFleet(launcher, secret, self.incarnation)
+        # The devices of a pool without rank processes.
+        self._places = launcher if isinstance(launcher, Places) else None
+        if self._places is not None:
+            self._places.on_lost = self._on_lost
+        self._hosts = EngineHosts(
+            engine or EngineRuntime(EngineSpec(), LocalSeat(Path("/nonexistent")), Path("/nonexistent")),
+            EngineReports(self._tell, self.core, self.event),
+            self._own,
+            secret=secret,
+            driver=self.incarnation,
+            devices=spec.devices,
+            grace_s=spec.rank_grace_s,
+        )
         self._ranks_since = 0.0
         self._restarts = 0
         self.device_loads: dict[int, DeviceLoad] = {}  # by rank, the last that each said
@@ -100,8 +121,10 @@ class PoolLoop:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if end_ranks:
+            await self._hosts.end()
             await self._ranks.end()
         else:
+            self._hosts.leave()
             self._ranks.drop()
 
     async def drain(self, grace_s: float) -> None:
@@ -113,7 +136,7 @@ class PoolLoop:
 
     @property
     def welcomes(self) -> dict[int, Welcome]:
-        return self._ranks.welcomes
+        return self._places.welcomes() if self._places is not None else self._ranks.welcomes
 
     def now(self) -> float:
         return self._clock()
@@ -157,7 +180,14 @@ class PoolLoop:
     # ------------------------------------------------------------------ effects of the core
 
     def send(self, rank: int, command: Command) -> None:
-        self._ranks.send(rank, command)
+        if not self._hosts.take(rank, command):
+            self._ranks.send(rank, command)
+
+    def to_engine(self, group_id: int, message: Generate | Cancel) -> None:
+        self._hosts.to_engine(group_id, message)
+
+    def drop_engine(self, group_id: int) -> None:
+        self._hosts.drop(group_id)
 
     def emit(self, key: RequestKey, token: SampledToken) -> None:
         if outbox := self._outboxes.get(key[0]):
@@ -173,9 +203,13 @@ class PoolLoop:
             outbox.hold(key[1], reason, wait_s)
 
     def inspect(self, group_id: int, model: str, spec: ModelSpec) -> None:
+        async def read() -> ModelFacts:
+            if spec.engine == "trtllm":
+                await self._hosts.runtime.check(model, spec)
+            return await asyncio.to_thread(self._reader.facts, model, spec)
+
         async def work() -> None:
-            result = await _or_reason(asyncio.to_thread(self._reader.facts, model, spec), model)
-            self._tell(self.core.on_inspected, group_id, result)
+            self._tell(self.core.on_inspected, group_id, await _or_reason(read(), model))
 
         self._own(work(), f"inspect-{model}")
 
@@ -213,6 +247,7 @@ class PoolLoop:
         """Adopt or start, again and again with growing pauses: a pool without ranks says why and does not give up."""
         if reason and self.now() - self._ranks_since > STEADY_AFTER_S:
             self._restarts = 0
+        held: dict[int, list[HeldShard]] = await self._hosts.adopt() if adopt else {}
         links = await self._adopt_ranks() if adopt else None
         if links is None and adopt:
             self._tell(self.core.on_nothing_adopted)
@@ -232,7 +267,9 @@ class PoolLoop:
         capacities = standby_capacities(self._spec, self.core.state.capacities, self.welcomes)
         self._tell(self.core.on_host_memory, capacities)
         devices = {link.rank: link.welcome.memory for link in links if link.welcome.memory is not None}
-        self._tell(self.core.on_ranks_up, {link.rank: link.welcome.held for link in links}, devices)
+        for link in links:
+            held.setdefault(link.rank, []).extend(link.welcome.held)
+        self._tell(self.core.on_ranks_up, {rank: tuple(shards) for rank, shards in held.items()}, devices)
 
     async def _adopt_ranks(self) -> list[RankLink] | None:
         try:

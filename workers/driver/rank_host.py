@@ -16,11 +16,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
 
 from gateway.api.errors import unavailable
+from workers.driver.engine_processes import EngineProcesses
 from workers.driver.launcher import rank_command
 from workers.driver.local_ranks import end_leftovers, fresh_meeting_place, start_environment, tail
 from workers.rank.config import RankConfig, endpoint_path, pid_path, socket_path
@@ -43,6 +45,7 @@ class HostDescription:
     node_id: str
     node_name: str
     node_ip: str
+    gpu_ids: tuple[str, ...] = ()
 
 
 class RankHost:
@@ -54,6 +57,8 @@ class RankHost:
         self._directory = Path(directory)
         self._process: subprocess.Popen[bytes] | None = None
         self._watched = 0  # process id of its rank
+        self._engines = EngineProcesses(self._directory)
+        self._attended_at = 0.0
 
     def describe(self) -> HostDescription:
         own = ray.get_runtime_context().get_node_id()
@@ -66,7 +71,19 @@ class RankHost:
             # Several Ray nodes of one machine are told apart.
             node_name=hostname if alone else f"{hostname}/{own[:8]}",
             node_ip=ray.util.get_node_ip_address(),
+            gpu_ids=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
         )
+
+    def engine(self, method: str, *arguments: object) -> Any:
+        """A call of `EngineProcesses`: servers of models whose first rank is this bundle's."""
+        return getattr(self._engines, method)(*arguments)
+
+    def attend(self, grace_s: float) -> None:
+        """A driver is there. Where no rank ends this actor, it ends itself when none has been for the grace."""
+        first = self._attended_at == 0.0
+        self._attended_at = time.monotonic()
+        if first:
+            threading.Thread(target=self._outlive_driver, args=(grace_s,), name="driver", daemon=True).start()
 
     def addresses(self) -> tuple[str, str]:
         """(for drivers on this node, for drivers elsewhere); the second is empty when the rank listens here only."""
@@ -124,6 +141,15 @@ class RankHost:
         time.sleep(grace_s)
         if self._process is not process:
             return
+        if self._rank == 0:
+            ray.util.remove_placement_group(ray.util.get_placement_group(group_name(self._pool)))
+        os._exit(0)
+
+    def _outlive_driver(self, grace_s: float) -> None:
+        while time.monotonic() - self._attended_at < grace_s:
+            time.sleep(_POLL_S)
+        for name in self._engines.names():
+            self._engines.end(name)
         if self._rank == 0:
             ray.util.remove_placement_group(ray.util.get_placement_group(group_name(self._pool)))
         os._exit(0)

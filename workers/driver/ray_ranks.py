@@ -26,6 +26,8 @@ _T = TypeVar("_T")
 POOL_RESOURCE = "modelyard_pool_mib"
 PLACEMENT_TIMEOUT_S = 30.0
 ACTOR_TIMEOUT_S = 30.0
+HOST_GPU_SHARE = 0.5
+"""Of a bundle's GPU, booked by our own actor: the ranks of TensorRT-LLM's Ray orchestrator find room in the same bundle."""
 
 
 class RayRanks:
@@ -62,13 +64,13 @@ class RayRanks:
 
     def _start(self) -> list[str]:
         hosts = self._living_hosts() or self._new_hosts()
-        described: list[HostDescription] = _call(hosts, "describe")
+        described: list[HostDescription] = call_hosts(hosts, "describe")
         starters = hosts if starts_alone(self._config.device) else hosts[:1]
         ranks_of = [[rank] for rank in range(self._ranks)] if len(starters) == self._ranks else [list(range(self._ranks))]
         for host, ranks in zip(starters, ranks_of, strict=True):
-            _call([host], "clear", ranks)
+            call_hosts([host], "clear", ranks)
         one_node = len({host.node_id for host in described}) == 1
-        rendezvous = _call(hosts[:1], "meeting_place", one_node)[0] if len(starters) > 1 else ""
+        rendezvous = call_hosts(hosts[:1], "meeting_place", one_node)[0] if len(starters) > 1 else ""
         several_nodes = sum(node["Alive"] for node in ray.nodes()) > 1
         for rank, (host, description) in enumerate(zip(starters, described, strict=False)):
             config = replace(
@@ -81,24 +83,24 @@ class RayRanks:
                 listen_host=description.node_ip if several_nodes else "",
                 rendezvous=rendezvous,
             )
-            _call([host], "launch", config)
+            call_hosts([host], "launch", config)
         deadline = time.monotonic() + START_TIMEOUT_S
         for host, ranks in zip(starters, ranks_of, strict=True):
-            while not _call([host], "listens", ranks)[0]:
+            while not call_hosts([host], "listens", ranks)[0]:
                 time.sleep(0.05)
                 if time.monotonic() > deadline:
                     raise unavailable(f"the ranks of pool `{self._config.pool}` do not listen after {START_TIMEOUT_S:.0f} s")
-        _call(hosts[len(starters) :], "watch", self._config.grace_s)
+        call_hosts(hosts[len(starters) :], "watch", self._config.grace_s)
         return self._addresses(hosts)
 
     def _living_hosts(self) -> list[Any] | None:
         """The actors of this pool, if they are all there and have the size that the pool has now."""
         hosts = self._hosts()
-        group = _placement_group(self._config.pool)
+        group = placement_group_of(self._config.pool)
         if any(host is None for host in hosts) or group is None or group.bundle_specs != self._bundles():
             return None
         try:
-            _call(hosts, "describe")
+            call_hosts(hosts, "describe")
         except YardError:
             return None
         return hosts
@@ -117,22 +119,23 @@ class RayRanks:
             lifetime="detached",
             max_restarts=0,
             num_cpus=bundle["CPU"],
-            num_gpus=bundle.get("GPU", 0),
+            num_gpus=HOST_GPU_SHARE * bundle.get("GPU", 0),
+            max_concurrency=16,  # asking an engine what it can do takes a minute
             resources={name: amount for name, amount in bundle.items() if name == POOL_RESOURCE},
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
         ).remote(self._config.pool, rank, str(self._config.directory))
 
     def _addresses(self, hosts: Sequence[Any]) -> list[str]:
         own = ray.get_runtime_context().get_node_id()
-        described: list[HostDescription] = _call(hosts, "describe")
-        both: list[tuple[str, str]] = _call(hosts, "addresses")
+        described: list[HostDescription] = call_hosts(hosts, "describe")
+        both: list[tuple[str, str]] = call_hosts(hosts, "addresses")
         return [
             here if host.node_id == own else elsewhere or here for host, (here, elsewhere) in zip(described, both, strict=True)
         ]
 
     def _stop(self) -> None:
         self._kill_hosts()
-        group = _placement_group(self._config.pool)
+        group = placement_group_of(self._config.pool)
         if group is not None:
             ray.util.remove_placement_group(group)
 
@@ -146,11 +149,11 @@ class RayRanks:
             time.sleep(0.05)  # the names of dead actors are free a moment later
 
     def _hosts(self) -> list[Any]:
-        return [_actor(host_name(self._config.pool, rank)) for rank in range(self._ranks)]
+        return [actor_of(host_name(self._config.pool, rank)) for rank in range(self._ranks)]
 
     def _place(self) -> PlacementGroup:
         """The pool's placement group, made if need be. YardError when the cluster has no room for it."""
-        group = _placement_group(self._config.pool)
+        group = placement_group_of(self._config.pool)
         if group is not None and group.bundle_specs != self._bundles():
             ray.util.remove_placement_group(group)
             group = None
@@ -192,24 +195,24 @@ class RayRanks:
         return {"CPU": 1.0, POOL_RESOURCE: float(self._config.capacity_bytes // 2**20)}
 
 
-def _placement_group(pool: str) -> PlacementGroup | None:
+def placement_group_of(pool: str) -> PlacementGroup | None:
     try:
         return ray.util.get_placement_group(group_name(pool))
     except ValueError:
         return None
 
 
-def _actor(name: str) -> Any:
+def actor_of(name: str) -> Any:
     try:
         return ray.get_actor(name, namespace=NAMESPACE)
     except ValueError:
         return None
 
 
-def _call(hosts: Sequence[Any], method: str, *arguments: object) -> list[Any]:
+def call_hosts(hosts: Sequence[Any], method: str, *arguments: object, timeout_s: float = ACTOR_TIMEOUT_S) -> list[Any]:
     """Results by host. YardError when one of them fails, is gone or does not answer."""
     try:
-        return ray.get([getattr(host, method).remote(*arguments) for host in hosts], timeout=ACTOR_TIMEOUT_S)
+        return ray.get([getattr(host, method).remote(*arguments) for host in hosts], timeout=timeout_s)
     except RayTaskError as error:
         raise unavailable(str(error.cause or error)) from error
     except (RayActorError, GetTimeoutError) as error:

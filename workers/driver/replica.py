@@ -9,17 +9,20 @@ import time
 from pathlib import Path
 from typing import Any
 
-from gateway.api.config import PoolSpec
+from gateway.api.config import EngineSpec, PoolSpec
 from gateway.api.errors import unavailable
 from gateway.api.records import PoolRecord
 from gateway.api.runtime import Runtime
 from workers.driver.address import listen_address
 from workers.driver.canary import AnswerStore
+from workers.driver.engine_runtime import EngineRuntime
+from workers.driver.engine_seats import EngineSeat, LocalSeat
 from workers.driver.heartbeat import Heartbeat
 from workers.driver.launcher import RankLauncher
 from workers.driver.local_ranks import LocalRanks
 from workers.driver.loop import ModelReader, PoolLoop
 from workers.driver.observe import group_records, model_totals, rank_records, switch_records
+from workers.driver.places import LocalPlaces
 from workers.driver.reader import CheckpointReader
 from workers.driver.server import PoolServer
 from workers.rank.config import RankConfig
@@ -48,13 +51,15 @@ class PoolDriverReplica:
         cache_dir = Path(runtime.cache_dir)
         self._answers = AnswerStore(runtime.redis_url, runtime.site, cache_dir)
         self._heartbeat = Heartbeat(runtime.redis_url, runtime.site, pool, actor=f"driver/{pool}")
+        launcher = launcher or self._default_launcher()
         self.loop = PoolLoop(
             pool,
             self._spec,
-            launcher or self._default_launcher(),
+            launcher,
             reader or CheckpointReader(cache_dir, self._answers),
             self._heartbeat,
             runtime.secret,
+            engine=EngineRuntime(_engine_settings(runtime), self._seat(), cache_dir),
         )
         self._server = PoolServer(self.loop, self.record, runtime.secret, listen_address(runtime.bind_host))
         self._unix_offset = time.time() - self.loop.now()
@@ -125,11 +130,20 @@ class PoolDriverReplica:
 
     def _default_launcher(self) -> RankLauncher:
         config = self.rank_config(self._runtime, self._pool, self._spec)
+        with_ranks = "torch" in self._spec.engines
         if _ray_is_there():
+            from workers.driver.ray_places import RayPlaces
             from workers.driver.ray_ranks import RayRanks
 
-            return RayRanks(config, self._spec)
-        return LocalRanks(config, self._spec.devices)
+            return RayRanks(config, self._spec) if with_ranks else RayPlaces(config, self._spec)
+        return LocalRanks(config, self._spec.devices) if with_ranks else LocalPlaces(self._spec.devices, self._spec.device)
+
+    def _seat(self) -> EngineSeat:
+        if _ray_is_there():
+            from workers.driver.ray_seats import RaySeat
+
+            return RaySeat(self._pool)
+        return LocalSeat(self.rank_config(self._runtime, self._pool, self._spec).directory)
 
     @staticmethod
     def rank_config(runtime: Runtime, pool: str, spec: PoolSpec) -> RankConfig:
@@ -144,6 +158,10 @@ class PoolDriverReplica:
             secret=runtime.secret,
             standby_bytes=spec.standby,
         )
+
+
+def _engine_settings(runtime: Runtime) -> EngineSpec:
+    return EngineSpec.model_validate_json(runtime.trtllm) if runtime.trtllm else EngineSpec()
 
 
 def _ray_is_there() -> bool:

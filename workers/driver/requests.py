@@ -46,7 +46,7 @@ class Requests:
             self._refuse(request, ErrorCode.DEADLINE, f"model `{request.model}`: the deadline passed before it was queued")
             return
         groups = list(self._state.of_model(request.model))
-        if not self._state.ranks_up:
+        if not self._state.ranks_up and not any(group.hosted for group in groups):
             reason = self._state.message or "they start"
             wait = min((self.estimate_s(now, group) for group in groups), default=1.0)
             self._refuse(request, ErrorCode.UNAVAILABLE, f"this pool's ranks are down: {reason}", wait)

@@ -75,7 +75,7 @@ class Transition:
     effect: Effect = ""
 
 
-# One that computes fails when its weights give no numbers.
+# One that computes fails when its weights give no numbers, or when its engine's own processes go.
 _COMPUTING: tuple[State, ...] = ("checking", "ready", "parking", "draining")
 _CAN_FAIL: tuple[State, ...] = ("waiting", "loading", "waking", "parked", "cold", *_COMPUTING)
 

@@ -100,6 +100,8 @@ def size_group(
                 f"model `{model}`: kv.ceiling of {spec.kv.ceiling} bytes holds {wanted} blocks; raise it", field="kv.ceiling"
             )
         floor_blocks = min(floor_blocks, wanted)
+    if spec.engine == "trtllm":
+        wanted = floor_blocks  # told in bytes when it is constructed, and fixed from then on
     workspace = max(footprint.workspace + footprint.graphs for footprint in footprints)
     more = _MORE_AN_ATTEMPT * failed_attempts
     page = PAGE_BYTES[device]

@@ -58,7 +58,9 @@ class Stepper:
     def stalled_s(self, now: float) -> float:
         """For how long a group has had requests in flight and ended no step; 0 when none has (rule 11)."""
         busy = [
-            group for group in self._state.groups.values() if group.batcher is not None and (group.batcher.busy or group.steps)
+            group
+            for group in self._state.groups.values()
+            if group.batcher is not None and not group.hosted and (group.batcher.busy or group.steps)
         ]
         return max((now - group.progress_at for group in busy), default=0.0)
 

@@ -106,7 +106,8 @@ class Switching:
         """Park what is to be parked and has become quiet (rule 5); drop what is to be dropped."""
         if group.op is not None:
             return
-        if group.drop_asked and group.state in ("parking", "parked") and group.quiet:
+        keeps_nothing = group.state == "parking" and any(held.park_unloads for held in group.held.values())
+        if (group.drop_asked or keeps_nothing) and group.state in ("parking", "parked") and group.quiet:
             if not isinstance(self._decide(group, "drop"), str):
                 self._drop(group)
         elif group.state == "parking" and group.quiet and group.batcher is not None:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from gateway.api.checkpoint.digest import content_digest
 from gateway.api.checkpoint.gguf_config import gguf_config
 from gateway.api.checkpoint.gguf_header import GgufHeader, read_gguf_header
+from gateway.api.checkpoint.quantization import read_quantization
 from gateway.api.checkpoint.safetensors_header import SafeTensor, read_json, read_safetensors_dir
 from gateway.api.checkpoint.shape import read_shape
 from gateway.api.checkpoint.source import resolve
@@ -38,6 +39,8 @@ class Checkpoint:
     bos_id: int | None
     generation: dict[str, Any]  # sampling defaults of generation_config.json, such as temperature
     max_context: int
+    quantization: str = ""  # algorithm of a quantized directory, such as FP8 or W4A16_AWQ
+    kv_quantization: str = ""  # what it was calibrated to keep keys and values in
 
 
 def open_checkpoint(source: str, cache_dir: Path) -> Checkpoint:
@@ -96,8 +99,10 @@ def _open_directory(source: str, path: Path, cache_dir: Path) -> Checkpoint:
     generation = read_json(generation_file) if generation_file.is_file() else {}
     tensors = read_safetensors_dir(path)
     weights = tuple(dict.fromkeys(tensor.file for tensor in tensors))
-    files = weights + tuple(file for file in (path / "config.json", path / "tokenizer.json") if file.is_file())
-    precision = _directory_precision(config, tensors)
+    described = (path / name for name in ("config.json", "hf_quant_config.json", "tokenizer.json"))
+    files = weights + tuple(file for file in described if file.is_file())
+    quantization = read_quantization(path, config)
+    precision = quantization.precision or _directory_precision(config, tensors)
     shape = read_shape(config, tensors, precision, resident_as_stored=True)
     return Checkpoint(
         source=source,
@@ -112,6 +117,8 @@ def _open_directory(source: str, path: Path, cache_dir: Path) -> Checkpoint:
         bos_id=next((ids[0] for ids in (_ids(generation, "bos"), _ids(config, "bos")) if ids), None),
         generation={name: value for name, value in generation.items() if not name.endswith("_token_id")},
         max_context=shape.max_context,
+        quantization=quantization.algorithm,
+        kv_quantization=quantization.kv,
     )
 
 

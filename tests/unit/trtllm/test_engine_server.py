@@ -145,7 +145,7 @@ async def test_a_park_is_refused_while_requests_are_in_flight_and_frees_what_it_
     served.link.send(Cancel([1]))
     await end
     parked = await served.link.ask(Park, 10)
-    assert parked.device_bytes[0] == 300 * MIB
+    assert parked.device_bytes[0] == 100 * MIB
     await served.link.ask(Wake, 10)
     woken = await served.link.ask(GetStats, 10)
     assert not woken.error

@@ -47,24 +47,34 @@ class Nvml:
 
 
 class Meter:
-    """Bytes that came to some devices since it was made. Loads of a device are serialised, so they are the model's."""
+    """What one model holds on some devices, measured around each of its operations.
+
+    By process, where NVML tells of those that came while it loaded: loads of a device are serialised, so these are its ranks. In
+    containers NVML may tell of none; then what is used more or less after an operation is taken for its doing.
+    """
 
     def __init__(self, nvml: Nvml, devices: list[int]) -> None:
         self._nvml = nvml
         self._devices = devices
-        self._before = [nvml.use(device) for device in devices]
+        self._pids: set[int] = set()
+        self._sizes = [0] * len(devices)
+        self._before: list[DeviceUse] = []
 
-    def read(self) -> tuple[list[int], list[int]]:
-        """(bytes by device, the processes that hold them). By process where NVML tells of processes that were not there before;
-        in containers it may tell of none, then by the difference of what is used."""
-        sizes: list[int] = []
-        pids: set[int] = set()
-        for device, before in zip(self._devices, self._before, strict=True):
-            now = self._nvml.use(device)
-            new = {pid: size for pid, size in now.by_pid.items() if pid not in before.by_pid}
-            pids |= new.keys()
-            sizes.append(sum(new.values()) or max(0, now.used_bytes - before.used_bytes))
-        return sizes, sorted(pids)
+    def begin(self) -> None:
+        self._before = [self._nvml.use(device) for device in self._devices]
+
+    def end(self) -> tuple[list[int], list[int]]:
+        """(bytes by device, the processes that hold them) after the operation that began."""
+        after = [self._nvml.use(device) for device in self._devices]
+        if not self._pids:
+            known = {pid for use in self._before for pid in use.by_pid}
+            self._pids = {pid for use in after for pid in use.by_pid} - known
+        for index, use in enumerate(after):
+            if self._pids:
+                self._sizes[index] = sum(size for pid, size in use.by_pid.items() if pid in self._pids)
+            else:
+                self._sizes[index] = max(0, self._sizes[index] + use.used_bytes - self._before[index].used_bytes)
+        return list(self._sizes), sorted(self._pids)
 
 
 def wait_free(

@@ -41,8 +41,7 @@ class Load:
     orchestrator: str  # spawn, mpiexec or ray
     world: int
     devices: list[int]  # indices of this node's devices that its ranks use, in the order of the ranks
-    placement_group: str = ""  # ray: name and namespace of the pool's placement group
-    namespace: str = ""
+    placement_group: str = ""  # ray: id of the pool's, in hexadecimal
     bundles: list[int] = field(default_factory=list)  # by rank
     held: str = ""  # what the driver wants to find again when it was restarted; not looked into
 
@@ -105,6 +104,7 @@ class Welcome:
     held: str  # of its Load
     version: str = ""  # of tensorrt_llm, once imported
     device_bytes: list[int] = field(default_factory=list)  # by device of its Load, once loaded
+    pids: list[int] = field(default_factory=list)  # of the processes that hold them
     protocol: int = PROTOCOL
 
 

@@ -54,7 +54,6 @@ BEAT_S = 2.0
 HELLO_TIMEOUT_S = 30.0
 END_TIMEOUT_S = 30.0
 STILL_LOADING_S = 5.0
-LAST_FRAME_S = 0.2
 EXIT_LOST = 70
 
 
@@ -77,6 +76,7 @@ class Server:
         self._driverless_since = time.monotonic()
         self._aborts: set[asyncio.Task[None]] = set()
         self._device_bytes: list[int] = []
+        self._pids: list[int] = []
         self._ending = False
 
     def run(self) -> None:
@@ -153,7 +153,8 @@ class Server:
         self._writer = writer
         version = self._model.version if self._model else ""
         held = self._load.held if self._load else ""
-        self._send(Welcome(os.getpid(), platform.python_version(), self._state, held, version, self._device_bytes))
+        python = platform.python_version()
+        self._send(Welcome(os.getpid(), python, self._state, held, version, self._device_bytes, self._pids))
 
     def _on_message(self, message: Any) -> None:
         if isinstance(message, Generate):
@@ -198,10 +199,9 @@ class Server:
             task.add_done_callback(self._aborts.discard)
 
     def _lost(self, reason: str) -> None:
-        """The engine is gone: so is this process, after one more frame, and the driver restarts the group as one (rule 11)."""
+        """The engine is gone: so is this process, and the driver restarts the group as one (rule 11)."""
         log.error("the engine is lost: %s", reason)
-        self._state = "failed"
-        self._loop.call_later(LAST_FRAME_S, os._exit, EXIT_LOST)
+        os._exit(EXIT_LOST)
 
     def _send(self, message: Message) -> None:
         if self._writer is not None and not self._writer.is_closing():
@@ -246,6 +246,8 @@ class Server:
     def _move(self, op: int, method: str, then: str, before: str) -> None:
         began = time.monotonic()
         assert self._model is not None
+        if self._meter is not None:
+            self._meter.begin()
         try:
             getattr(self._model, method)()
         except Exception as error:  # the library's; a release that failed may have left anything
@@ -257,7 +259,7 @@ class Server:
 
     def _finish_measured(self, state: str, done: Done) -> None:
         if self._meter is not None:
-            done.device_bytes, done.pids = self._meter.read()
+            done.device_bytes, done.pids = self._meter.end()
         self._call(self._finish, state, done)
 
     def _report_stats(self, op: int) -> None:
@@ -271,7 +273,8 @@ class Server:
     def _finish(self, state: str, done: Done) -> None:
         """On the loop."""
         self._state = state if not self._ending else self._state
-        self._device_bytes = done.device_bytes
+        if done.device_bytes:
+            self._device_bytes, self._pids = done.device_bytes, done.pids
         self._send(done)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
@@ -280,10 +283,12 @@ class Server:
 
 def _meter(devices: list[int], notes: list[str]) -> Meter | None:
     try:
-        return Meter(Nvml(), devices)
+        meter = Meter(Nvml(), devices)
+        meter.begin()
     except (ImportError, RuntimeError) as error:
         notes.append(f"GPU memory cannot be measured ({error}); what was planned is taken for it")
         return None
+    return meter
 
 
 async def _read(reader: asyncio.StreamReader) -> Any:

@@ -33,8 +33,7 @@ class Streams:
         try:
             output = model.generate(request)
         except Exception as error:  # noqa: BLE001 - the library's; said to who asked
-            log.warning("request %d is refused: %r", request.sequence, error)
-            self._put(Output(request.sequence, [], finish="error", error=self._describe(error)))
+            self._fail(request.sequence, error)
             return
         task = asyncio.get_running_loop().create_task(self._follow(request, output), name=f"request-{request.sequence}")
         self._following[request.sequence] = (task, output)
@@ -51,7 +50,6 @@ class Streams:
 
     async def _follow(self, request: Generate, output: Any) -> None:
         seen = 0
-        finish, problem = "", ""
         try:
             async for state in output:
                 answer = state.outputs[0]
@@ -59,25 +57,23 @@ class Streams:
                 tokens = [int(token) for token in answer.token_ids[seen:]]
                 logprobs = _logprobs(answer, seen, tokens) if request.logprobs >= 0 else []
                 seen += len(tokens)
-                finish = answer.finish_reason or ""
-                if tokens and not finish:
-                    self._put(Output(request.sequence, tokens, logprobs))
-                elif finish:
-                    self._put(Output(request.sequence, tokens, logprobs, finish))
+                if tokens or answer.finish_reason:
+                    self._put(Output(request.sequence, tokens, logprobs, answer.finish_reason or ""))
+                if answer.finish_reason:
                     return
-            finish = "cancelled"
+            self._put(Output(request.sequence, [], finish="cancelled"))
         except Exception as error:  # noqa: BLE001 - whatever ended the request in the library
-            finish, problem = "error", self._describe(error)
-            log.warning("request %d failed: %r", request.sequence, error)
+            self._fail(request.sequence, error)
         finally:
             self._following.pop(request.sequence, None)
-        self._put(Output(request.sequence, [], [], finish, problem))
 
-    def _describe(self, error: Exception) -> str:
+    def _fail(self, sequence: int, error: Exception) -> None:
         text = str(error) or type(error).__name__
-        if not _of_one_request(error):
-            self._lost(text)
-        return text
+        log.warning("request %d: %r", sequence, error)
+        if _of_one_request(error):
+            self._put(Output(sequence, [], finish="error", error=text))
+        else:
+            self._lost(text)  # and with it every request, which the driver tells
 
     def _put(self, output: Output) -> None:
         """Who else gets something in this iteration is scheduled already, and runs before a callback of the turn after next."""

@@ -10,7 +10,8 @@ from typing import Any
 
 from tensorrt_llm_standin_gpu import ROOT, SETTINGS, hold
 
-CONTEXT_BYTES = 300 * 2**20  # what CUDA and NCCL keep whatever the model does
+CONTEXT_BYTES = 100 * 2**20  # what CUDA and NCCL keep whatever the model does
+WORKSPACE_BYTES = 200 * 2**20
 
 
 def visible_devices() -> list[int]:
@@ -28,7 +29,7 @@ class Rank:
         """Its share of the checkpoint, KV, and what is always there."""
         time.sleep(SETTINGS.get("load_s", 0.1))
         weights = sum(path.stat().st_size for path in Path(plan["model"]).glob("*.safetensors")) // plan["world"]
-        self._bytes = weights + plan["kv_bytes"] + CONTEXT_BYTES
+        self._bytes = weights + plan["kv_bytes"] + CONTEXT_BYTES + WORKSPACE_BYTES
         hold(self._device, self._bytes)
         return os.getpid()
 

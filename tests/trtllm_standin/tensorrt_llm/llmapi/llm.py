@@ -17,7 +17,7 @@ from tensorrt_llm._standin.ranks import OneRank, Ranks, RayActors, launched, spa
 from tensorrt_llm.llmapi.llm_args import RELEASE, TorchLlmArgs
 from tensorrt_llm.llmapi.mpi_session import MpiPoolSession
 from tensorrt_llm.llmapi.sampling import SamplingParams
-from tensorrt_llm_standin_gpu import SETTINGS
+from tensorrt_llm_standin_gpu import ROOT, SETTINGS
 
 STEP_S = SETTINGS.get("step_s", 0.002)
 
@@ -181,6 +181,8 @@ class LLM:
                 self._wake.clear()
                 continue
             time.sleep(STEP_S)
+            while (ROOT / "stall").exists():
+                time.sleep(0.05)
             try:
                 self._ranks.call("step")
             except Exception as error:
