@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+import psutil
+
 from workers.messages import Welcome
 
 
@@ -39,4 +41,5 @@ class LocalPlaces:
 
     def welcomes(self) -> dict[int, Welcome]:
         node, pid = os.uname().nodename, os.getpid()
-        return {rank: Welcome(rank, pid, self._device, node, ()) for rank in range(self._devices)}
+        host = psutil.virtual_memory().available
+        return {rank: Welcome(rank, pid, self._device, node, (), host_bytes=host) for rank in range(self._devices)}

@@ -46,6 +46,7 @@ class HostDescription:
     node_name: str
     node_ip: str
     gpu_ids: tuple[str, ...] = ()
+    free_bytes: int = 0  # of the node's memory
 
 
 class RankHost:
@@ -71,6 +72,7 @@ class RankHost:
             # Several Ray nodes of one machine are told apart.
             node_name=hostname if alone else f"{hostname}/{own[:8]}",
             node_ip=ray.util.get_node_ip_address(),
+            free_bytes=psutil.virtual_memory().available,
             gpu_ids=tuple(str(gpu) for gpu in ray.get_gpu_ids()),
         )
 

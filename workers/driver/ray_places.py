@@ -52,7 +52,8 @@ class RayPlaces(RayRanks):
 
     def welcomes(self) -> dict[int, Welcome]:
         return {
-            rank: Welcome(rank, host.pid, self._config.device, host.node_name, ()) for rank, host in enumerate(self._described)
+            rank: Welcome(rank, host.pid, self._config.device, host.node_name, (), host_bytes=host.free_bytes)
+            for rank, host in enumerate(self._described)
         }
 
     async def _use(self, hosts: list[Any]) -> None:
