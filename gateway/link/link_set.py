@@ -60,14 +60,23 @@ class LinkSet:
         self._retired = [link for link in self._retired if not link.closed]
         self._announce()
 
-    def holding(self, model: str) -> list[PoolLink]:
-        """Links to the pools that can take a request for the model: those with a ready group, else those with a parked one."""
+    def serving(self, model: str) -> list[PoolLink]:
+        """Links to the pools that can answer for the model: those with a ready group, else those that bring a parked one in."""
         links = [link for link in self._links.values() if link.ready_groups(model)]
         return links or [link for link in self._links.values() if link.groups(model, "parked")]
 
+    def holding(self, model: str) -> list[PoolLink]:
+        """Links to the pools that take requests for the model: those that serve it, else those where it is on its way, which
+        hold them with an estimate (rule 6)."""
+        return self.serving(model) or [link for link in self._links.values() if link.coming_groups(model)]
+
     def rotation(self, model: str) -> list[PoolLink]:
-        """Of these, the ones that can be asked now: connected, and not stuck."""
+        """Of those that hold it, the ones that can be asked now: connected, and not stuck."""
         return [link for link in self.holding(model) if link.up and not link.is_stuck]
+
+    def answering(self, model: str) -> bool:
+        """Whether one of those that serve it can be asked now."""
+        return any(link.up and not link.is_stuck for link in self.serving(model))
 
     async def _look(self) -> None:
         while True:

@@ -102,6 +102,9 @@ class PoolLink:
     def ready_groups(self, model: str) -> int:
         return self.groups(model, "ready")
 
+    def coming_groups(self, model: str) -> int:
+        return sum(self.groups(model, state) for state in ("waiting", "loading", "checking"))
+
     @property
     def held_models(self) -> list[str]:
         """Those with a group that is ready or parked."""

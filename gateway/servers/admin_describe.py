@@ -36,7 +36,7 @@ def route_statuses(snapshot: Snapshot, observed: Observed) -> tuple[RouteStatus,
             generation=stored.generation,
             targets=tuple((target.model, target.weight) for target in spec.targets),
             aliases=spec.aliases,
-            ready=any(target.weight and readiness.ready(target.model) for target in spec.targets),
+            ready=any(target.weight and readiness.answers(target.model) for target in spec.targets),
         )
         for key, stored in sorted(snapshot.objects.items())
         if key.kind == "Route" and isinstance(spec := parse_document(stored.manifest).spec, RouteSpec)
@@ -81,7 +81,7 @@ def _route(stored: DesiredObject, snapshot: Snapshot, observed: Observed) -> Des
         targets.append({"model": target.model, "weight": target.weight, "share": share, "ready_groups": ready})
         if ObjectKey("Model", target.model) not in snapshot.objects:
             reasons.append(f"model `{target.model}` does not exist; apply it, or switch the route")
-        elif not ready:
+        elif not readiness.answers(target.model):
             reasons.append(f"model `{target.model}` serves nowhere: {readiness.story(target.model)}")
     previous = [target["model"] for target in stored.previous["spec"]["targets"]] if stored.previous else []
     return {"targets": targets, "aliases": list(spec.aliases), "rollback_to": previous}, reasons

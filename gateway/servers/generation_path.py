@@ -45,7 +45,7 @@ class GenerationPath:
         return route_table.resolve(
             self.view,
             name,
-            ready=lambda model: model != avoid and bool(self.links.rotation(model)),
+            ready=lambda model: model != avoid and self.links.answering(model),
             ask=ask or Ask(pick=self.rng.random()),
         )
 
@@ -75,15 +75,21 @@ class GenerationPath:
         return min((group.context for group in groups), default=0)
 
     def ready(self, model: str) -> bool:
-        return bool(self.links.holding(model))
+        """It answers now, or after a wake. What still loads is asked only when nothing else of a route is ready."""
+        return bool(self.links.serving(model))
 
     def _room(self, model: str, inside: int) -> int | None:
-        """Sequences that its pools would compute, and as many that wait there, less what is there or on its way."""
+        """Sequences that its pools would compute, and as many that wait there, less what is there or on its way.
+
+        While none is ready, as many as may be held: the driver tells them how long, or refuses what cannot wait (rule 6).
+        """
         entry = self.view.models.get(model)
         links = self.links.rotation(model)
         if entry is None or not links:
             return None  # whoever is let through waits for a replica, or is told why there is none
-        groups = sum(link.ready_groups(model) or link.groups(model, "parked") for link in links)
+        groups = sum(link.ready_groups(model) for link in links)
+        if not groups:
+            return max(entry.spec.limits.queue, 1) - inside
         there = sum(link.load.sequences(model) for link in links)
         return OVERCOMMIT * entry.spec.limits.concurrency * groups - max(there, inside)
 

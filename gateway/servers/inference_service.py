@@ -221,6 +221,8 @@ class _Call:
             ("modelyard-route-generation", str(resolved.route_generation)),
             ("modelyard-request-id", self.generation.request.request_id),
         ]
+        if isinstance(news, Hold):  # also for calls that answer whole, which see nothing else of it
+            metadata.append(("modelyard-estimated-wait-ms", str(news.estimated_wait_ms)))
         if self._path.view.degraded:
             metadata.append(("modelyard-degraded", "true"))
             self._context.set_trailing_metadata((("modelyard-degraded", "true"),))

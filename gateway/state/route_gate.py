@@ -1,4 +1,8 @@
-"""A route flips only to targets that are ready at the capacity of the present ones (rule 8). Pure."""
+"""A route flips only to targets that are ready at the capacity of the present ones (rule 8). Pure.
+
+A parked group is not ready here: after the flip everybody would wait for its wake, and it may need the memory of the present
+target, which is still busy. Whoever flips wakes it first (`yard wake`), or says --force.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,14 @@ class Readiness:
         return sum(group.state == "ready" for _, group in self._groups.get(model, ()))
 
     def coming(self, model: str) -> int:
-        return sum(group.state in _COMING for _, group in self._groups.get(model, ()))
+        return sum(group.state in _COMING or group.residency == "waking" for _, group in self._groups.get(model, ()))
+
+    def parked(self, model: str) -> int:
+        return sum(group.state == "parked" for _, group in self._groups.get(model, ()))
+
+    def answers(self, model: str) -> bool:
+        """A request for it is answered, if need be after a wake."""
+        return bool(self.ready(model) or self.parked(model))
 
     def story(self, model: str) -> str:
         groups = self._groups.get(model)
@@ -84,6 +95,10 @@ def _check(
     missing = f"{key} has {present} ready worker group(s) now and would have {ready}: {stories}"
     if ready + sum(readiness.coming(model) for model in targets) >= needed and any(readiness.coming(model) for model in targets):
         raise unavailable(f"{missing}; wait until it is ready, or use --force", 2.0)
+    parked = [model for model in targets if readiness.parked(model)]
+    if parked and ready + sum(map(readiness.parked, targets)) >= needed:
+        wakes = " and ".join(f"`yard wake {model}`" for model in parked)
+        raise YardError(ErrorCode.CONFLICT, f"{missing}; first {wakes}, or use --force", field=f"{key}: spec.targets")
     fix = f"raise the replicas of the target to {needed}" if replicas < needed else f"see `yard describe model {targets[0]}`"
     raise YardError(ErrorCode.CONFLICT, f"{missing}; {fix}, or use --force", field=f"{key}: spec.targets")
 

@@ -14,6 +14,8 @@ from workers.driver.sequence import Request, Sequence
 from workers.messages import SampledToken
 
 MAX_RETRY_AFTER_S = 30.0
+LONGEST_HOLD_S = 600.0
+"""Who waits so long for a model to come in is told to come again: it may never come."""
 
 
 class Requests:
@@ -108,6 +110,10 @@ class Requests:
                 waiting.remove(held)
                 text = f"model `{held.request.model}`: the deadline passed while it was loading"
                 self._refuse(held.request, ErrorCode.DEADLINE, text)
+            for held in [held for held in waiting if now - held.since >= LONGEST_HOLD_S]:
+                waiting.remove(held)
+                text = f"model `{held.request.model}` did not come in within {LONGEST_HOLD_S:.0f} s"
+                self._refuse(held.request, ErrorCode.UNAVAILABLE, text, MAX_RETRY_AFTER_S)
 
     def release_held(self, now: float, model: str) -> None:
         """The model became ready, or will not: submit again what waited for it, in order."""

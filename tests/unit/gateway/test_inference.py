@@ -261,13 +261,24 @@ async def test_unknown_model(lone: LoneGateway) -> None:
     assert "there are m" in error.details()
 
 
-async def test_a_model_that_is_loading(lone: LoneGateway) -> None:
+async def test_a_model_that_is_loading(lone: LoneGateway, byte_level: Path) -> None:
+    """Rule 6: it is asked where the model is on its way, and the caller knows how long it will wait."""
     lone.texts["n"] = lone.texts["m"]
     lone.put("Model", "n", {"source": "file:x"})
-    lone.observe(ScriptedPool("b", ["n"]), state="loading")
+    other = ScriptedPool("b", ["n"])
+    await other.start()
+    lone.observe(other, state="loading")
+    stream = lone.inference.GenerateStream(request(model="n"), timeout=20)
+    sequence = await other.next()
+    sequence.hold("model `n` is loading", 1500)
+    assert (await stream.read()).held.estimated_wait_ms == 1500
+    assert dict(await stream.initial_metadata())["modelyard-estimated-wait-ms"] == "1500"
+    sequence.end("length", tokens=ids_of(byte_level, "yes"))
+    assert (await stream.read()).choices[0].text == "yes"
+    lone.observe(other, state="failed")
     error = await refused(lone.inference.Generate(request(model="n"), timeout=10))
     assert error.code() is grpc.StatusCode.UNAVAILABLE
-    assert "loading in pool `b`" in error.details()
+    assert "failed in pool `b`" in error.details()
     assert int(trailing(error)["retry-after-ms"]) > 0
 
 

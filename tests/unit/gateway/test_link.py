@@ -152,6 +152,10 @@ async def test_a_pool_whose_groups_are_all_parked_is_asked(lone: LoneGateway, po
     """rule 6: the driver holds the request and wakes the model; the gateway only has to send it there."""
     lone.observe(pool, state="parked")
     assert [link.pool for link in lone.links.holding("m")] == ["a"]
+    assert lone.links.answering("m")
+    lone.observe(pool, state="loading")
+    assert [link.pool for link in lone.links.holding("m")] == ["a"]
+    assert not lone.links.answering("m"), "a route has something better to ask than what still loads"
     lone.observe(pool, state="failed")
     assert lone.links.holding("m") == []
 
