@@ -116,6 +116,8 @@ class Packer:
 
     def _search_own(self, model: Candidate) -> PlacedGroup | None:
         """A place with memory of its own that leaves what takes turns there its turn."""
+        if not self._standby.exists:
+            return self._search(model)
         able = Candidate(model.request, model.replicas.copy(), sizes=model.sizes, slow=model.slow)
         while (group := self._search(able)) is not None:
             harmed = self._standby.harmed(group, pinned=model.request.pinned)

@@ -2,7 +2,8 @@
 
 A step of a group computes one token of each running sequence. It takes a fixed part (weights are read once, whatever the
 batch; kernels and messages are started) and a part for each sequence (its keys and values are read, its row is computed).
-Both are linear, so a step of n sequences takes `base_s + n * sequence_s`. A prompt takes `prompt_token_s` a token.
+Both are linear, so a step of n sequences takes `base_s + n * sequence_s`. A prompt takes `prompt_token_s` a token. The stages
+of a pipeline work side by side, each on its part of the sequences.
 
 What was measured of the same model, degrees and type of device replaces the estimate.
 """
@@ -37,15 +38,15 @@ class Speed:
 
     def token_s(self, batch: int) -> float:
         """Between two tokens of one sequence while `batch` of them run."""
-        return self.base_s + batch * self.sequence_s
+        return self.base_s + max(batch / self.stages, 1.0) * self.sequence_s
 
     def prompt_s(self, tokens: int) -> float:
         """From its start to the first token of an otherwise idle group."""
         return tokens * self.prompt_token_s + self.token_s(1)
 
     def tokens_per_s(self, batch: int) -> float:
-        """Of all sequences together; the stages of a pipeline work side by side."""
-        return batch / self.token_s(batch) * min(self.stages, max(batch, 1))
+        """Of all sequences together."""
+        return batch / self.token_s(batch)
 
 
 def group_speed(request: ModelRequest, tensor: int, pipeline: int, kind: str, type_: str = "", context: int = 0) -> Speed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Split = Literal["replicated", "heads", "kv_heads", "hidden", "vocabulary"]
 """How tensor parallelism divides a tensor: not at all · by attention heads · by KV heads (copied when there are fewer than
@@ -111,6 +111,8 @@ class ModelRequest:
     pipeline_parallel: int | None = None
     context: int = 2048
     concurrency: int = 16
+    queue: int = 256  # requests that may wait for a group; only simulations look at this and the next
+    keep_warm_s: float = 0.0  # after its last request it is not parked for others of no higher priority
     kv_floor_bytes: int = 0  # per rank
     kv_ceiling_bytes: int | None = None  # per rank
     kv_block_tokens: int = 16
@@ -124,6 +126,15 @@ class ModelRequest:
     measured_speed: tuple[MeasuredSpeed, ...] = ()
     slo: Slo | None = None
     load: Load | None = None
+
+
+class Arrival(NamedTuple):
+    """One request of a trace, which simulations replay."""
+
+    time_s: float  # since the beginning of the trace
+    model: str
+    prompt_tokens: int
+    output_tokens: int
 
 
 @dataclass(frozen=True)

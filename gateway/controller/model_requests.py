@@ -43,6 +43,8 @@ def model_request(name: str, spec: ModelSpec, checkpoint: Checkpoint) -> ModelRe
         pipeline_parallel=None if spec.pipeline_parallel == "auto" else spec.pipeline_parallel,
         context=spec.context or checkpoint.max_context,
         concurrency=spec.limits.concurrency,
+        queue=spec.limits.queue,
+        keep_warm_s=spec.keep_warm_s,
         kv_floor_bytes=spec.kv.floor,
         kv_ceiling_bytes=spec.kv.ceiling,
         kv_block_tokens=spec.kv.block_tokens,

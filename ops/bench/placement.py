@@ -3,6 +3,8 @@
     python ops/bench/placement.py quality [--instances N] [--first SEED] [--limit SECONDS] [--seconds SECONDS]
     python ops/bench/placement.py defragment [the same]
     python ops/bench/placement.py scale
+    python ops/bench/placement.py simulator
+    python ops/bench/placement.py honesty        starts the default site; about five minutes
 
 The first two need `pip install ortools`; `--limit` is the solver's time for one instance, `--seconds` the time after which no
 further instance is begun; `quality` goes on where it ended. Everything is seeded. Prints a table against the targets and
@@ -29,6 +31,7 @@ import msgspec
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from ops.bench.placement_instances import fragmented_site, large_site, plain_model, random_site
+from ops.bench.placement_simulator import simulator
 from ops.bench.timing import Figures
 from placement.consolidation import consolidate, devices_needed, devices_used
 from placement.defragment import largest_island, make_room
@@ -238,6 +241,12 @@ def defragment(arguments: argparse.Namespace) -> Figures:
     }
 
 
+def measured_honesty(arguments: argparse.Namespace) -> Figures:
+    from ops.bench.placement_honesty import honesty
+
+    return honesty(arguments.seconds)
+
+
 def write(output: Path, command: str, figures: Figures, now: datetime) -> None:
     """One part of the file; those of other commands stay."""
     parts: Figures = json.loads(output.read_text()) if output.exists() else {"bench": "placement"}
@@ -256,11 +265,20 @@ def main() -> None:
         one.add_argument("--limit", type=float, default=10.0)
         one.add_argument("--seconds", type=float, default=float("inf"))
     commands.add_parser("scale")
+    commands.add_parser("simulator")
+    commands.add_parser("honesty").add_argument("--seconds", type=float, default=180.0, help="of the trace")
     now = datetime.now(UTC)
     for one in commands.choices.values():
         one.add_argument("--output", type=Path, default=RESULTS / f"placement-{now:%Y-%m-%d}.json")
     arguments = parser.parse_args()
-    measure = {"quality": quality, "defragment": defragment, "scale": scale}[arguments.command]
+    measures = {
+        "quality": quality,
+        "defragment": defragment,
+        "scale": scale,
+        "simulator": simulator,
+        "honesty": measured_honesty,
+    }
+    measure = measures[arguments.command]
     figures = measure(arguments)
     write(arguments.output, arguments.command, figures, now)
     sys.exit(0 if figures["good"] else 1)

@@ -2,18 +2,19 @@
 
 - Wanted: a group for which requests are held, or that an operator asked for. It is woken once however many ask (rule 6).
 - Room: idle groups leave by least value per byte, never pinned ones, never one with requests in flight. When all that could
-  leave is busy and requests have waited for `TURN_S`, busy groups take turns: they take nothing new, end what they have, park.
+  leave is busy and requests have waited for a while, busy groups take turns: they take nothing new, end what they have, park.
+  Who leaves is decided in `placement.parking`, which the simulator uses too.
 - Idle: a group parks after its `idle_park_s`, and gives its standby copy up after its `idle_unload_s`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from gateway.api.errors import ErrorCode, YardError
+from placement.parking import Resident, Wanting, make_room
 from workers.driver.effects import Effects
 from workers.driver.estimates import wake_s
-from workers.driver.eviction import Candidate, choose
 from workers.driver.group import Group, Op
 from workers.driver.group_memory import enter_measured, enter_parked, open_batcher, reserve_wake
 from workers.driver.pool_state import PoolState
@@ -22,7 +23,6 @@ from workers.driver.residency import STANDING_BY, Event, Situation, State, Trans
 from workers.memory.ledger import LedgerFull, Shortage
 from workers.messages import ParkShard, WakeShard
 
-TURN_S = 2.0
 PARK_AGAIN_AFTER_S = 30.0
 
 Move = Callable[[Group, State, str], None]
@@ -141,9 +141,8 @@ class Switching:
                 if rank in missing:
                     missing[rank] -= size
         names = {group.model for group in going}
-        chosen = choose(self._candidates(now, wanting, busy=False), missing)
-        if chosen is None and self._waited_s(now, wanting) >= TURN_S:
-            chosen = choose(self._candidates(now, wanting, busy=True), missing)
+        asks = Wanting(wanting.spec.priority, self._asked(wanting), self._waited_s(now, wanting))
+        chosen = make_room(self._residents(now, wanting), asks, missing)
         if chosen is None:
             return ""
         for group_id in chosen:
@@ -266,23 +265,20 @@ class Switching:
         """Bytes by rank that it has in the ledger."""
         return self._state.ledger.of_owner(group.id)
 
-    def _candidates(self, now: float, wanting: Group, *, busy: bool) -> list[Candidate]:
-        found = []
-        asked = self._asked(wanting)
+    def _residents(self, now: float, wanting: Group) -> Iterator[Resident]:
+        """Groups that may be parked for it."""
         for group in self._state.groups.values():
-            if not asked and group.spec.priority > wanting.spec.priority:
-                continue  # nobody waits: what is worth more stays
             if group is wanting or group.state != "ready" or isinstance(self._decide(group, "park"), str):
                 continue
             if group.park_retry_at is not None and now < group.park_retry_at:
                 continue
-            idle_s = now - max(group.used_at, group.ready_since)
-            if not group.quiet:
-                if not busy or group.spec.priority > wanting.spec.priority or now - group.ready_since < TURN_S:
-                    continue
-                idle_s = 0.0
-            elif idle_s < group.spec.keep_warm_s and wanting.spec.priority <= group.spec.priority:
-                continue
-            cost = wake_s(self._state, group)
-            found.append(Candidate(group.id, self._freed(group), idle_s, group.spec.priority, cost))
-        return found
+            yield Resident(
+                group_id=group.id,
+                bytes=self._freed(group),
+                quiet=group.quiet,
+                idle_s=now - max(group.used_at, group.ready_since),
+                ready_s=now - group.ready_since,
+                priority=group.spec.priority,
+                keep_warm_s=group.spec.keep_warm_s,
+                wake_s=wake_s(self._state, group),
+            )

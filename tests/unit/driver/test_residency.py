@@ -8,12 +8,12 @@ from pool_world import FACTS, HELD_MIB, LOAD_MIB, MIB, World, expected_text
 
 from gateway.api.config import KvSpec, LimitsSpec, ModelSpec, PoolSpec
 from gateway.api.errors import ErrorCode, YardError
-from workers.driver.eviction import Candidate, choose
+from placement.parking import TURN_S, Candidate, choose
 from workers.driver.group import Wanted
 from workers.driver.host_memory import standby_capacities
 from workers.driver.observe import group_records, switch_records
 from workers.driver.residency import TRANSITIONS, Situation, allowed, decide
-from workers.driver.switching import PARK_AGAIN_AFTER_S, TURN_S
+from workers.driver.switching import PARK_AGAIN_AFTER_S
 from workers.messages import LoadShard, ParkShard, UnloadShard, WakeShard, Welcome
 
 FLOOR_MIB = 64

@@ -1,0 +1,214 @@
+"""The simulator held against the default site under load: the same arrivals, simulated and run for real.
+
+The site is started by `yard up` in a home of its own. Before and after the run the speed of each model is measured through
+the gateway (one stream, eight streams, a long prompt); the mean of both is what the simulation computes with, since other work
+on the machine changes it. Then the seeded trace is sent, and what it got is compared request by request with what the
+simulator says, for several SLOs from tight to loose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, median
+
+import grpc
+
+from gateway.api.grpc_options import CLIENT_OPTIONS
+from gateway.api.proto import inference_pb2 as pb
+from gateway.api.proto.inference_pb2_grpc import InferenceStub
+from gateway.cli.simulated_site import queue_of, read_site
+from gateway.cli.traces import Arrival, generate
+from gateway.site import state
+from gateway.site.home import HOME_VARIABLE, Home
+from ops.bench.timing import Figures
+from placement.packing import place
+from placement.simulation import Settings, Simulation
+from placement.speed import Speed
+from placement.types import Slo, Snapshot
+
+ROOT = Path(__file__).parents[2]
+AGREE = 0.10
+SEED = 7
+SLO_FACTORS = (0.5, 1.0, 2.0)  # of the one that counts
+LONG, SHORT, STREAMS, TOKENS = 384, 16, 8, 32
+BUSY = 0.5  # of the devices' time that the trace is to take
+
+
+@dataclass(frozen=True)
+class Answer:
+    model: str
+    first_s: float
+    token_s: float
+    failed: str = ""
+
+    def within(self, slo: Slo) -> bool:
+        assert slo.first_token_s is not None
+        assert slo.token_s is not None
+        return not self.failed and self.first_s <= slo.first_token_s and self.token_s <= slo.token_s
+
+
+def honesty(seconds: float) -> Figures:
+    with tempfile.TemporaryDirectory(prefix="yard-honesty-", dir="/tmp") as folder:
+        home = Home(Path(folder))
+        try:
+            _yard(home, "up", "--grpc-port", "0", "--http-port", "0", "--dashboard-port", "0")
+            found = state.load(home)
+            if found is None:
+                raise RuntimeError("the site is not up")
+            site = read_site([ROOT / "configs" / "local"], home.cache_dir, "")
+            return asyncio.run(_compare(found.grpc_address, site, seconds))
+        finally:
+            _yard(home, "down")
+
+
+def _yard(home: Home, *arguments: str) -> None:
+    environment = {**os.environ, HOME_VARIABLE: str(home.path), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway.cli", *arguments], env=environment, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise RuntimeError(f"yard {arguments[0]}: {done.stderr.strip() or done.stdout.strip()}")
+
+
+async def _compare(address: str, site: Snapshot, seconds: float) -> Figures:
+    plan = place(site)
+    stages = {group.model: group.pipeline_parallel for group in plan.groups}
+    async with grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS) as channel:
+        stub = InferenceStub(channel)
+        before = {name: await _speed(stub, name, stages[name]) for name in sorted(stages)}
+        trace = _trace(before, seconds)
+        print(f"  {len(trace)} requests in {seconds:.0f} s; speeds before {_shown(before)}", flush=True)
+        answers = await _send(stub, trace)
+        after = {name: await _speed(stub, name, stages[name]) for name in sorted(stages)}
+    print(f"  speeds after {_shown(after)}", flush=True)
+    speeds = {name: _mean(before[name][0], after[name][0]) for name in before}
+    overhead_s = mean(part[1] for part in (*before.values(), *after.values()))
+    slowest_s = max(speed.token_s(STREAMS) for speed in speeds.values())
+    rows: list[Figures] = []
+    for factor in SLO_FACTORS:
+        slo = Slo(first_token_s=factor * 10 * slowest_s, token_s=factor * 2 * slowest_s)
+        settings = Settings(slo=slo, overhead_s=overhead_s, speeds=speeds)
+        outcome = Simulation(site, plan, queue_of, settings).run(trace)
+        real = mean(answer.within(slo) for answer in answers)
+        print(
+            f"  slo {slo.first_token_s:.2f} s, {slo.token_s:.3f} s a token: simulated {outcome.within_slo:.1%}, real {real:.1%}"
+        )
+        rows.append(
+            {
+                "first_token_s": round(slo.first_token_s or 0, 3),
+                "token_s": round(slo.token_s or 0, 4),
+                "simulated": round(outcome.within_slo, 4),
+                "real": round(real, 4),
+                "first_token_p50_s": {
+                    "simulated": {row.model: round(row.first_token_p50_s, 3) for row in outcome.models},
+                    "real": {name: round(median(_of(answers, name, "first_s")), 3) for name in speeds},
+                },
+                "token_p50_s": {
+                    "simulated": {row.model: round(row.token_p50_s, 4) for row in outcome.models},
+                    "real": {name: round(median(_of(answers, name, "token_s")), 4) for name in speeds},
+                },
+            }
+        )
+    counted = rows[SLO_FACTORS.index(1.0)]
+    apart = abs(counted["simulated"] - counted["real"])
+    failed = [answer.failed for answer in answers if answer.failed]
+    print(f"requests within SLO: {apart * 100:.1f} points apart (target ≤ {AGREE * 100:.0f}); {len(failed)} failed")
+    return {
+        "good": apart <= AGREE,
+        "seconds": seconds,
+        "requests": len(trace),
+        "failed": len(failed),
+        "points_apart": round(apart * 100, 1),
+        "overhead_s": round(overhead_s, 4),
+        "speeds": {
+            name: {
+                "base_s": round(speed.base_s, 5),
+                "sequence_s": round(speed.sequence_s, 5),
+                "prompt_token_s": round(speed.prompt_token_s, 6),
+            }
+            for name, speed in speeds.items()
+        },
+        "load_average": list(os.getloadavg()),
+        "slos": rows,
+    }
+
+
+def _trace(speeds: dict[str, tuple[Speed, float]], seconds: float) -> list[Arrival]:
+    """So many requests a second that the devices are about half busy, by what was just measured."""
+    prompt, output = 64, 40
+    names = sorted(speeds)
+    work_s = mean(prompt * speeds[name][0].prompt_token_s + output * speeds[name][0].token_s(4) / 4 for name in names)
+    return generate(names, seconds, BUSY / work_s, seed=SEED, zipf=0.7, variation=1.5, prompt_tokens=prompt, output_tokens=output)
+
+
+async def _send(stub: InferenceStub, trace: Sequence[Arrival]) -> list[Answer]:
+    began = time.monotonic()
+
+    async def one(arrival: Arrival) -> Answer:
+        await asyncio.sleep(max(0.0, began + arrival.time_s - time.monotonic()))
+        return await _ask(stub, arrival.model, arrival.prompt_tokens, arrival.output_tokens)
+
+    return list(await asyncio.gather(*(one(arrival) for arrival in trace)))
+
+
+async def _ask(stub: InferenceStub, model: str, prompt: int, output: int) -> Answer:
+    request = pb.GenerateRequest(
+        model=model,
+        prompt_ids=pb.TokenIds(ids=[1000 + (prompt * 7919 + at * 104729 + time.monotonic_ns()) % 40000 for at in range(prompt)]),
+        max_tokens=output,
+        ignore_eos=True,
+        return_token_ids=True,
+        sampling=pb.Sampling(temperature=0.0),
+    )
+    began, first, last = time.monotonic(), 0.0, 0.0
+    try:
+        async for chunk in stub.GenerateStream(request):
+            if any(choice.token_ids for choice in chunk.choices):
+                last = time.monotonic()
+                first = first or last
+    except grpc.aio.AioRpcError as error:
+        return Answer(model, 0.0, 0.0, f"{error.code().name}: {error.details()}")
+    return Answer(model, first - began, (last - first) / (output - 1) if output > 1 else 0.0)
+
+
+async def _speed(stub: InferenceStub, model: str, stages: int) -> tuple[Speed, float]:
+    """(its speed, what a request takes beside computing)."""
+    await _ask(stub, model, SHORT, 2)
+    one = [await _ask(stub, model, SHORT, TOKENS) for _ in range(2)]
+    many = await asyncio.gather(*(_ask(stub, model, SHORT, TOKENS) for _ in range(STREAMS)))
+    long = [await _ask(stub, model, LONG, 2) for _ in range(2)]
+    token_s = mean(answer.token_s for answer in one)
+    sequence_s = max((mean(answer.token_s for answer in many) - token_s) / (STREAMS / stages - 1), 0.0)
+    short_s = min(answer.first_s for answer in one)
+    prompt_token_s = max((min(answer.first_s for answer in long) - short_s) / (LONG - SHORT), 1e-6)
+    speed = Speed(max(token_s - sequence_s, 1e-6), sequence_s, prompt_token_s, stages)
+    return speed, max(short_s - SHORT * prompt_token_s - 1.5 * speed.base_s, 0.0)
+
+
+def _mean(one: Speed, other: Speed) -> Speed:
+    return Speed(
+        (one.base_s + other.base_s) / 2,
+        (one.sequence_s + other.sequence_s) / 2,
+        (one.prompt_token_s + other.prompt_token_s) / 2,
+        one.stages,
+    )
+
+
+def _of(answers: Sequence[Answer], model: str, what: str) -> list[float]:
+    return [getattr(answer, what) for answer in answers if answer.model == model and not answer.failed] or [0.0]
+
+
+def _shown(speeds: dict[str, tuple[Speed, float]]) -> str:
+    return ", ".join(
+        f"{name}: {speed.base_s * 1e3:.1f} + {speed.sequence_s * 1e3:.1f} ms a sequence, {speed.prompt_token_s * 1e3:.2f} ms a "
+        f"prompt token, {overhead_s * 1e3:.0f} ms beside"
+        for name, (speed, overhead_s) in speeds.items()
+    )
