@@ -32,7 +32,6 @@ from gateway.api.config import KvSpec, LimitsSpec, ModelSpec
 from ops.bench import shape_checkpoint as shapes
 from ops.bench.timing import Figures, spread
 from ops.bench.watched_pool import RANK_MODULE, WatchedPool, figures_of, prompts
-from workers.comm.nccl import ALL_REDUCE_VARIABLE
 from workers.driver.sizing import Placement
 
 GIB = 2**30
@@ -81,6 +80,10 @@ class Bench:
         self.out.mkdir(parents=True, exist_ok=True)
         (self.out / "pool-gpu.json").write_text(json.dumps(self.result, indent=1) + "\n")
 
+    def keep_log(self, pool: WatchedPool) -> None:
+        with contextlib.suppress(OSError):
+            (self.out / f"{pool.directory.name}.log").write_text((pool.directory / "ranks.log").read_text(errors="replace"))
+
     def new_pool(self, devices: int, memory: int | None) -> WatchedPool:
         self._pools += 1
         directory = self.directory / f"pool-{self._pools}"
@@ -111,9 +114,13 @@ async def single_stream(bench: Bench, pool: WatchedPool, model: str, repeat: int
     }
 
 
+async def one_gpu(bench: Bench, pool: WatchedPool) -> Figures:
+    return {name: await single_stream(bench, pool, name, 3) for name in ("a", "13b-one")}
+
+
 async def tensor_parallel(bench: Bench, pool: WatchedPool) -> Figures:
-    found: Figures = {name: await single_stream(bench, pool, name, 3) for name in ("13b-one", "13b-two", "a")}
-    one, two = found["13b-one"], found["13b-two"]
+    one, two = bench.result["parts"]["one_gpu"]["13b-one"], await single_stream(bench, pool, "13b-two", 3)
+    found: Figures = {"13b-two": two}
     found["speedup"] = round(two["tokens_per_s"]["median"] / one["tokens_per_s"]["median"], 3)
     found["speedup_of_steps"] = round(one["ms_a_token"]["median"] / two["ms_a_token"]["median"], 3)
     found["equal_first_tokens"] = sum(mine == theirs for mine, theirs in zip(one["tokens"], two["tokens"], strict=True))
@@ -180,11 +187,11 @@ async def park_and_wake(pool: WatchedPool, bench: Bench, before: dict[int, int])
 
 async def remap(bench: Bench, pool: WatchedPool) -> Figures:
     """Model a fills what the pool has left with KV and ends; then model c needs 8 GiB of it."""
-    count, length = (22, 1000) if bench.real else (6, 100)
-    await pool.answers([pool.ask("a", prompt, 1) for prompt in prompts(count, length, 1, bench.vocabulary)])
+    count, length = (40, 1000) if bench.real else (6, 100)
+    await pool.answers([pool.ask("a", prompt, 40) for prompt in prompts(count, length, 1, bench.vocabulary)])
     groups = {group.model: group for group in pool.core.state.groups.values()}
     held, since = groups["a"].kv_blocks, time.perf_counter()
-    keys = [pool.ask("c", prompt, 1) for prompt in prompts(16 if bench.real else 6, length, 2, bench.vocabulary)]
+    keys = [pool.ask("c", prompt, 16) for prompt in prompts(16 if bench.real else 6, length, 2, bench.vocabulary)]
     answered = await pool.answers(keys)
     ops = [grown for grown in pool.grown.values() if grown.began >= since]
     block_bytes = {group.id: max(group.sizing.block_bytes.values()) for group in groups.values() if group.sizing}
@@ -196,7 +203,13 @@ async def remap(bench: Bench, pool: WatchedPool) -> Figures:
             blocks[grown.group_id] = grown.blocks
             model = "a" if grown.group_id == groups["a"].id else "c"
             rows.append({"model": model, "moved_gib": round(moved / GIB, 2), "ms": round((grown.ended - grown.began) * 1e3, 2)})
-    return {"a_held_blocks": held, "changes": rows, "c": figures_of(answered)}
+    moved = [row for row in rows if abs(row["moved_gib"]) >= 1]
+    return {
+        "a_held_gib": round(held * block_bytes[groups["a"].id] / GIB, 2),
+        "changes": rows,
+        "ms_a_gib": spread([row["ms"] / abs(row["moved_gib"]) for row in moved]) if moved else None,
+        "c": figures_of(answered),
+    }
 
 
 async def bursts(bench: Bench, pool: WatchedPool, models: list[str], seconds: float) -> Figures:
@@ -230,11 +243,12 @@ async def bursts(bench: Bench, pool: WatchedPool, models: list[str], seconds: fl
 
 
 async def run(bench: Bench) -> None:
-    pool = bench.new_pool(2, 72 * GIB)
+    pool = bench.new_pool(2, 64 * GIB)
     pool.start()
     try:
         await with_two_gpus(bench, pool)
     finally:
+        bench.keep_log(pool)
         with contextlib.suppress(Exception):
             async with asyncio.timeout(15):
                 await pool.close(end_ranks=True)
@@ -243,20 +257,20 @@ async def run(bench: Bench) -> None:
 
 
 async def with_two_gpus(bench: Bench, pool: WatchedPool) -> None:
-    if bench.real:  # while the ranks import their libraries
-        await bench.part("links", 10, 40, lambda: asyncio.to_thread(links))
-
     async def ranks_up() -> Figures:
+        imports = asyncio.create_task(asyncio.to_thread(__import__, "torch"))  # meanwhile
         await pool.until(lambda: pool.core.state.ranks_up, 60)
+        await imports
         return {"welcome": pool.ledger()}
 
     if not await bench.part("ranks", 5, 60, ranks_up):
-        bench.result["log"] = (pool.directory / "ranks.log").read_text(errors="replace")[-6000:]
         return
+    if bench.real:
+        await bench.part("links", 10, 25, lambda: asyncio.to_thread(links, bench))
     wanted = {
         "13b-one": (bench.spec("13b", 1, 2), ONE),
         "13b-two": (bench.spec("13b", 8, 6), BOTH),
-        "a": (bench.spec("7b", 8, 12), ONE),
+        "a": (bench.spec("7b", 40, 20), ONE),
         "b": (bench.spec("7b", 8, 6), OTHER),
     }
 
@@ -265,19 +279,19 @@ async def with_two_gpus(bench: Bench, pool: WatchedPool) -> None:
         await pool.bring(wanted, 90)
         return {"load_s": round(time.monotonic() - began, 1), "events": [list(each) for each in pool.events]}
 
-    loaded = await bench.part("load", 15, 90, load)
-    bench.result["log"] = (pool.directory / "ranks.log").read_text(errors="replace")[-6000:]
-    if not loaded:
+    if not await bench.part("load", 15, 75, load):
         return
-    await bench.part("tensor_parallel", 8, 40, lambda: tensor_parallel(bench, pool))
-    await bench.part("shared_load", 14, 40, lambda: shared_load(bench, pool, 12 if bench.real else 3))
+    await bench.part("one_gpu", 8, 20, lambda: one_gpu(bench, pool))
+    if not await bench.part("tensor_parallel", 8, 20, lambda: tensor_parallel(bench, pool)):
+        return  # its ranks wait for each other, and nothing else would run beside them
+    await bench.part("shared_load", 17, 30, lambda: shared_load(bench, pool, 15 if bench.real else 3))
     del wanted["13b-one"]
     before: dict[int, int] = {}
 
     async def third_model() -> Figures:
         await pool.bring(wanted, 20)
         before.update({rank: memory.used_bytes - memory.kept_bytes for rank, memory in pool.memory().items()})
-        wanted["c"] = (bench.spec("7b", 8, 12), ONE)
+        wanted["c"] = (bench.spec("7b", 16, 12), ONE)
         began = time.monotonic()
         await pool.bring(wanted, 40)
         return {"load_s": round(time.monotonic() - began, 1), "used_before_bytes": before}
@@ -287,19 +301,24 @@ async def with_two_gpus(bench: Bench, pool: WatchedPool) -> None:
     await bench.part("remap", 4, 25, lambda: remap(bench, pool))
     if bench.real:
         await bench.part("park_and_wake", 8, 40, lambda: park_and_wake(pool, bench, before))
-    bench.result["log"] = (pool.directory / "ranks.log").read_text(errors="replace")[-6000:]
     if bench.deadline - time.monotonic() > 75:
         await bench.part("bursts", 40, 60, lambda: bursts(bench, pool, ["a", "b", "c"], 12))
 
 
-def links() -> Figures:
+def links(bench: Bench) -> Figures:
+    import torch
+
     from ops.bench.pool_links import measure_links
 
+    bench.result["card"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
+    bench.result["torch"] = torch.__version__
     return measure_links(13_476_298_752 // (32 * 8) * (32 * 8), 3)
 
 
 async def one_shot(bench: Bench) -> Figures:
     """Tensor parallel with the sums of decode steps made by one kernel. Its ranks are started with what the cards have."""
+    from workers.comm.nccl import ALL_REDUCE_VARIABLE
+
     os.environ[ALL_REDUCE_VARIABLE] = "one-shot"
     pool = bench.new_pool(2, None)
     pool.start()
@@ -310,7 +329,7 @@ async def one_shot(bench: Bench) -> Figures:
         found["ledger"] = pool.ledger()
         return found
     finally:
-        bench.result["one_shot_log"] = (pool.directory / "ranks.log").read_text(errors="replace")[-3000:]
+        bench.keep_log(pool)
         with contextlib.suppress(Exception):
             async with asyncio.timeout(10):
                 await pool.close(end_ranks=True)
@@ -325,11 +344,6 @@ def main() -> None:
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         bench = Bench(options, Path(directory))
-        if bench.real:
-            import torch
-
-            bench.result["card"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name(0)}"
-            bench.result["torch"] = torch.__version__
         bench.save()
         asyncio.run(run(bench))
         bench.result["seconds"] = round(time.monotonic() - began, 1)

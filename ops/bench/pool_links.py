@@ -6,6 +6,7 @@ import time
 
 import torch
 
+from ops.bench.engine_gpu import bandwidth_gb_s
 from ops.bench.timing import Figures, spread, timed_ms
 from workers.memory.copy_engine import CopyEngine
 from workers.memory.cuda_arena import PAGE_BYTES, CudaArena
@@ -33,7 +34,12 @@ def measure_links(size_bytes: int, repeat: int) -> Figures:
     ends = [size_bytes * (layer + 1) // 32 for layer in range(32)]
     standby = Standby(region, size_bytes, ends, engine)
     sums = _sums(words)
-    figures: Figures = {"bytes": size_bytes, "pin_s": round(pin_s, 2), "two_links_gb_s": _plain_links(pinned, repeat)}
+    figures: Figures = {
+        "device_copy_gb_s_read_plus_write": round(bandwidth_gb_s(), 1),
+        "bytes": size_bytes,
+        "pin_s": round(pin_s, 2),
+        "two_links_gb_s": _plain_links(pinned, repeat),
+    }
 
     def wakes(words: torch.Tensor, sums: torch.Tensor) -> Figures:
         times, parks, right = [], [], True
