@@ -45,6 +45,8 @@ def device_facts(card: Card, nvml: Any = None) -> DeviceFacts:
             numa=_ask(nvml, "nvmlDeviceGetNumaNodeId", handle, default=-1),
             trouble=_trouble(nvml, handle),
         )
+    except (nvml.NVMLError, AttributeError) as error:  # a card that NVML does not show, or an NVML older than the questions
+        return _unknown(card, error)
     finally:
         nvml.nvmlShutdown()
 
