@@ -127,7 +127,7 @@ class DistributedComm:
             return self._one_shot(tensor)
         options = AllreduceOptions()
         options.asyncOp = False
-        self._shards.allreduce([tensor], options).wait()
+        _wait(self._shards.allreduce([tensor], options))
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -137,17 +137,17 @@ class DistributedComm:
         if not self._quiet:
             options = AllgatherOptions()
             options.asyncOp = False
-            self._shards._allgather_base(gathered.view(-1), tensor.reshape(-1), options).wait()
+            _wait(self._shards._allgather_base(gathered.view(-1), tensor.reshape(-1), options))
         return torch.cat(gathered.unbind(0), dim=-1)
 
     def send_next(self, tensor: torch.Tensor) -> None:
         """Work enqueued after this call may reuse the tensor."""
         if not self._quiet:
-            self._stages.send([tensor.contiguous()], self.stage + 1, 0).wait()
+            _wait(self._stages.send([tensor.contiguous()], self.stage + 1, 0))
 
     def recv_previous(self, tensor: torch.Tensor) -> torch.Tensor:
         if not self._quiet:
-            self._stages.recv([tensor], self.stage - 1, 0).wait()
+            _wait(self._stages.recv([tensor], self.stage - 1, 0))
         return tensor
 
     def close(self) -> None:
@@ -155,3 +155,9 @@ class DistributedComm:
             if group is not None:
                 group.shutdown()
         self._shards = self._stages = None
+
+
+def _wait(work: Any) -> None:
+    """NCCL gives nothing to wait for where it enqueued on the current stream."""
+    if work is not None:
+        work.wait()
