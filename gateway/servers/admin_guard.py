@@ -1,4 +1,4 @@
-"""Who may call the admin service (rule 15)."""
+"""Who may call the admin service, and what of Triton's protocol leads to it (rule 15)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Awaitable, Callable
 
 import grpc
 
-from gateway.api.proto import admin_pb2
+from gateway.api.proto import admin_pb2, kserve_pb2
 from gateway.api.runtime import SECRET_METADATA_KEY
 
 _PREFIX = f"/{admin_pb2.DESCRIPTOR.services_by_name['Admin'].full_name}/"
+_KSERVE = kserve_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
+_METHODS = frozenset(f"/{_KSERVE}/{method}" for method in ("RepositoryModelLoad", "RepositoryModelUnload"))
 _REFUSAL = (
     "admin calls to a gateway that is reachable from other machines need the site's secret in the metadata key "
     f"`{SECRET_METADATA_KEY}`; `yard` sends it when it runs on a node of the site"
@@ -31,7 +33,8 @@ class AdminGuard(grpc.aio.ServerInterceptor):
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> grpc.RpcMethodHandler | None:
         handler = await continuation(handler_call_details)
-        if not handler_call_details.method.startswith(_PREFIX) or handler is None or self._knows(handler_call_details):
+        method = handler_call_details.method
+        if not (method.startswith(_PREFIX) or method in _METHODS) or handler is None or self._knows(handler_call_details):
             return handler
         return self._refuse_stream if handler.response_streaming else self._refuse
 

@@ -24,10 +24,12 @@ from gateway.servers.admin_service import AdminService
 from gateway.servers.generation_path import GenerationPath
 from gateway.servers.health_service import HealthService
 from gateway.servers.inference_service import InferenceService
+from gateway.servers.kserve_repository import KserveRepository
+from gateway.servers.kserve_service import KserveService
 from gateway.servers.metrics import GatewayMetrics
 from gateway.servers.node_metrics import NodeMetrics
 from gateway.servers.openai_http import openai_app
-from gateway.servers.public_servers import ADMIN_NAME, INFERENCE_NAME, PublicServers
+from gateway.servers.public_servers import ADMIN_NAME, INFERENCE_NAME, KSERVE_NAME, PublicServers
 from gateway.state.connection import LOST
 from gateway.state.feed import SiteFeed
 from gateway.state.store import SiteStore
@@ -64,7 +66,7 @@ class Gateway:
         self._node_metrics = NodeMetrics(Path(runtime.run_dir), self._metrics.registry, self._metrics.shared)
         self._metrics.exposition = self._node_metrics.text
         self._path.shadows.outcomes = self._metrics.shadows
-        self._health = HealthService(self._path, (INFERENCE_NAME, ADMIN_NAME))
+        self._health = HealthService(self._path, (INFERENCE_NAME, KSERVE_NAME, ADMIN_NAME))
         self.servers = PublicServers(
             run_dir=Path(runtime.run_dir),
             host=ports.listen_address(runtime.bind_host),
@@ -76,11 +78,14 @@ class Gateway:
         """YardError when an address cannot be listened on."""
         self.view.subscribe(self._follow)
         await self._node_metrics.start()
+        admin = AdminService(self._store, self.view, self._runtime)
+        repository = KserveRepository(self.view, admin)
         await self.servers.start(
             InferenceService(self._path, self._metrics),
+            KserveService(self._path, self._metrics, self._health, repository, self._runtime.version),
             self._health,
             openai_app(self._path, self._metrics, self._health),
-            AdminService(self._store, self.view, self._runtime),
+            admin,
             self._runtime.secret,
         )
         self._spawn(SiteFeed(self.view, self._store).run(), "site-feed")

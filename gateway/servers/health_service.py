@@ -55,6 +55,10 @@ class HealthService(HealthServicer):
         self.accepting = accepting
         self.refresh()
 
+    def serves(self, name: str) -> bool:
+        """Whether a route, alias or model of this name can be asked."""
+        return name not in self._services and self._statuses.get(name) == SERVING
+
     async def Check(self, request: HealthCheckRequest, context: grpc.aio.ServicerContext) -> HealthCheckResponse:
         status = self._statuses.get(request.service)
         if status is None:

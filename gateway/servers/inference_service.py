@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import grpc
 
@@ -34,15 +33,13 @@ from gateway.api.proto.inference_pb2 import TokenLogprob as TokenLogprobMessage
 from gateway.api.proto.inference_pb2_grpc import InferenceServicer
 from gateway.api.proto.pool_pb2 import Hold
 from gateway.routing import route_table
-from gateway.servers import slow_reader
 from gateway.servers.choice_stream import ChoiceDelta, TokenLogprob
 from gateway.servers.generation import Generation
 from gateway.servers.generation_path import GenerationPath
+from gateway.servers.grpc_call import GrpcCall, deadline, headers
 from gateway.servers.grpc_errors import abort
-from gateway.servers.metrics import GatewayMetrics, RequestMeter
+from gateway.servers.metrics import GatewayMetrics
 from gateway.servers.request import MAX_MESSAGES, GenerationRequest, Sampling, check_ids, check_messages, too_many
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -127,9 +124,9 @@ class InferenceService(InferenceServicer):
         finally:
             call.end()
 
-    async def _begin(self, request: GenerateRequest | ChatRequest, context: Context) -> _Call:
+    async def _begin(self, request: GenerateRequest | ChatRequest, context: Context) -> GrpcCall[Generation]:
         try:
-            return _Call(self._path, self._metrics, request, context)
+            return GrpcCall(self._path, self._metrics, "grpc", Generation(self._path, _request(request, context)), context)
         except YardError as error:
             self._metrics.requests.labels("grpc", self._metrics.route_label(request.model), error.code.value).inc()
             await abort(context, error)
@@ -138,7 +135,7 @@ class InferenceService(InferenceServicer):
 
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
         async def answer() -> TokenizeResponse:
-            identify(self._path.view, _headers(context))
+            identify(self._path.view, headers(context))
             resolved = self._path.resolve(request.model)
             text = await self._path.text(resolved)
             if request.messages:
@@ -162,7 +159,7 @@ class InferenceService(InferenceServicer):
 
     async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
         async def answer() -> DetokenizeResponse:
-            identify(self._path.view, _headers(context))
+            identify(self._path.view, headers(context))
             text = await self._path.text(self._path.resolve(request.model))
             _check_size(len(request.ids), "ids")
             check_ids(request.ids, text.vocabulary_size, "ids")
@@ -175,7 +172,7 @@ class InferenceService(InferenceServicer):
 
     async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
         try:
-            identify(self._path.view, _headers(context))
+            identify(self._path.view, headers(context))
         except YardError as error:
             await abort(context, error)
         return ListModelsResponse(models=[self._info(route) for route in route_table.names(self._path.view)])
@@ -190,68 +187,6 @@ class InferenceService(InferenceServicer):
             max_context=min(contexts, default=0),
             targets=[] if route.implicit else [model for model, _ in route.targets],
         )
-
-
-class _Call:
-    """The life of one generation under one gRPC call."""
-
-    def __init__(
-        self, path: GenerationPath, metrics: GatewayMetrics, request: GenerateRequest | ChatRequest, context: Context
-    ) -> None:
-        self._path = path
-        self._context = context
-        self._error: YardError | None = YardError(ErrorCode.CANCELLED, "the client left")
-        self.generation = Generation(path, _request(request, context))
-        self.meter = RequestMeter(metrics, "grpc", request.model)
-        # The handler's own cancellation comes too late, or never, for many of the calls of a connection that closes.
-        context.add_done_callback(self._left)  # pyright: ignore[reportArgumentType] - the stubs want a class of their own
-
-    def _left(self, _: object) -> None:
-        self.generation.close()
-
-    async def start(self) -> list[ChoiceDelta] | Hold | None:
-        """The first news. They come before the headers, which say who answers."""
-        await self.generation.start()
-        news = await self.generation.receive()
-        resolved = self.generation.resolved
-        assert resolved is not None
-        metadata = [
-            ("modelyard-model", resolved.model),
-            ("modelyard-route", resolved.route),
-            ("modelyard-route-generation", str(resolved.route_generation)),
-            ("modelyard-request-id", self.generation.request.request_id),
-        ]
-        if isinstance(news, Hold):  # also for calls that answer whole, which see nothing else of it
-            metadata.append(("modelyard-estimated-wait-ms", str(news.estimated_wait_ms)))
-        if self._path.view.degraded:
-            metadata.append(("modelyard-degraded", "true"))
-            self._context.set_trailing_metadata((("modelyard-degraded", "true"),))
-        await self._context.send_initial_metadata(tuple(metadata))
-        self._error = None
-        return news
-
-    async def write(self, chunk: GenerateChunk) -> None:
-        """Ends the call when the client does not read. Cancelled, because a status would wait behind what is not read."""
-        try:
-            async with asyncio.timeout(slow_reader.WRITE_S):
-                await self._context.write(chunk)
-        except TimeoutError as error:
-            self._error = slow_reader.gave_up()
-            log.warning("request %s: %s", self.generation.request.request_id, self._error.message)
-            raise asyncio.CancelledError(self._error.message) from error
-
-    async def abort(self, error: YardError) -> NoReturn:
-        self._error = error
-        await abort(self._context, error, degraded=self._path.view.degraded)
-
-    def end(self) -> None:
-        generation = self.generation
-        finished = generation.done
-        generation.close()
-        if self._error is None and not finished:
-            self._error = YardError(ErrorCode.CANCELLED, "the client left")
-        usage = generation.usage
-        self.meter.end(generation.model, usage.prompt_tokens, generation.tokens, self._error, cached_tokens=usage.cached_tokens)
 
 
 def _check_size(size: int, name: str) -> None:
@@ -276,8 +211,7 @@ async def _answered(answer: Awaitable[T], context: Context) -> T:
 
 
 def _request(request: GenerateRequest | ChatRequest, context: Context) -> GenerationRequest:
-    remaining_s = context.time_remaining()
-    headers = _headers(context)
+    metadata = headers(context)
     sampling = request.sampling
     result = GenerationRequest(
         model=request.model,
@@ -290,9 +224,9 @@ def _request(request: GenerateRequest | ChatRequest, context: Context) -> Genera
         n=request.n or 1,
         logprobs=request.logprobs if request.HasField("logprobs") else None,
         return_token_ids=request.return_token_ids,
-        deadline=None if remaining_s is None else asyncio.get_running_loop().time() + remaining_s,
-        traceparent=headers.get("traceparent", ""),
-        headers=headers,
+        deadline=deadline(context),
+        traceparent=metadata.get("traceparent", ""),
+        headers=metadata,
     )
     if isinstance(request, ChatRequest):
         result.messages = _messages(request.messages)
@@ -301,12 +235,6 @@ def _request(request: GenerateRequest | ChatRequest, context: Context) -> Genera
     elif request.WhichOneof("input") == "prompt":
         result.prompt = request.prompt
     return result
-
-
-def _headers(context: Context) -> dict[str, str]:
-    return {
-        key: value if isinstance(value, str) else value.decode("latin-1") for key, value in context.invocation_metadata() or ()
-    }
 
 
 def _messages(messages: Sequence[Message]) -> list[dict[str, str]]:

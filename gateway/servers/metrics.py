@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from gateway.api.buckets import Buckets
 from gateway.api.errors import YardError
 from gateway.servers.pool_metrics import PoolMetrics
+from gateway.servers.tally import Tally
 from gateway.state.snapshot import ObjectKey
 from gateway.state.view import SiteView
 
@@ -67,6 +68,7 @@ class GatewayMetrics:
             "modelyard_route_flips", "Changes of routes that this gateway took over.", ("route",), registry=registry
         )
         self.route_switches.flips = self.flips
+        self.tallies: dict[str, Tally] = {}  # by model that exists, for who asks over gRPC and not for Prometheus
         degraded = Gauge(
             "modelyard_degraded", "1 while the site's state cannot be read and the last is served.", registry=registry
         )
@@ -80,6 +82,13 @@ class GatewayMetrics:
 
     def model_label(self, model: str) -> str:
         return model if model in self._view.models else OTHER
+
+    def tally(self, model: str) -> Tally | None:
+        """None of a model that is gone."""
+        if model not in self._view.models:
+            self.tallies.pop(model, None)
+            return None
+        return self.tallies.setdefault(model, Tally())
 
     async def _alone(self) -> bytes:
         return generate_latest(self.registry) + generate_latest(self.shared)
@@ -141,3 +150,5 @@ class RequestMeter:
             metrics.prompt_tokens.labels(label).inc(prompt_tokens)
             metrics.cached_tokens.labels(label).inc(min(cached_tokens, prompt_tokens))
             metrics.completion_tokens.labels(label).inc(completion_tokens)
+            if (tally := metrics.tally(model)) is not None:
+                tally.count(now - self._began, (self._first or now) - self._began, failed=error is not None)

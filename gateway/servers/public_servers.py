@@ -16,18 +16,21 @@ from grpc_reflection.v1alpha import reflection
 from starlette.applications import Starlette
 
 from gateway.api.grpc_options import SERVER_OPTIONS
-from gateway.api.proto import admin_pb2, inference_pb2
+from gateway.api.proto import admin_pb2, inference_pb2, kserve_pb2
 from gateway.api.proto.admin_pb2_grpc import AdminServicer, add_AdminServicer_to_server
 from gateway.api.proto.inference_pb2_grpc import add_InferenceServicer_to_server
+from gateway.api.proto.kserve_pb2_grpc import add_GRPCInferenceServiceServicer_to_server
 from gateway.servers import health_service, ports
 from gateway.servers.admin_guard import AdminGuard
 from gateway.servers.health_service import HealthService
 from gateway.servers.inference_service import InferenceService
+from gateway.servers.kserve_service import KserveService
 from gateway.servers.malformed import MalformedRequests
 
 log = logging.getLogger(__name__)
 
 INFERENCE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
+KSERVE_NAME = kserve_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].full_name
 ADMIN_NAME = admin_pb2.DESCRIPTOR.services_by_name["Admin"].full_name
 START_S = 10.0
 
@@ -63,7 +66,13 @@ class PublicServers:
         self._http_task: asyncio.Task[None] | None = None
 
     async def start(
-        self, inference: InferenceService, health: HealthService, app: Starlette, admin: AdminServicer | None, secret: str
+        self,
+        inference: InferenceService,
+        kserve: KserveService,
+        health: HealthService,
+        app: Starlette,
+        admin: AdminServicer | None,
+        secret: str,
     ) -> None:
         """YardError(CONFLICT) when a port is taken; then nothing is left running."""
         try:
@@ -71,7 +80,7 @@ class PublicServers:
             self._claimed = True
             http_socket = ports.shared_socket(self.host, self.http_port)
             self.http_port = http_socket.getsockname()[1]
-            await self._start_grpc(inference, health, admin, secret)
+            await self._start_grpc(inference, kserve, health, admin, secret)
             config = uvicorn.Config(
                 app,
                 lifespan="off",
@@ -90,13 +99,19 @@ class PublicServers:
             raise
 
     async def _start_grpc(
-        self, inference: InferenceService, health: HealthService, admin: AdminServicer | None, secret: str
+        self,
+        inference: InferenceService,
+        kserve: KserveService,
+        health: HealthService,
+        admin: AdminServicer | None,
+        secret: str,
     ) -> None:
         guards = [*([] if ports.is_loopback(self.host) else [AdminGuard(secret)]), MalformedRequests()]
         server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 1)], interceptors=guards)
         add_InferenceServicer_to_server(inference, server)
+        add_GRPCInferenceServiceServicer_to_server(kserve, server)
         add_HealthServicer_to_server(health, server)
-        names = [INFERENCE_NAME, health_service.SERVICE_NAME, reflection.SERVICE_NAME]
+        names = [INFERENCE_NAME, KSERVE_NAME, health_service.SERVICE_NAME, reflection.SERVICE_NAME]
         if admin is not None:
             add_AdminServicer_to_server(admin, server)
             names.append(ADMIN_NAME)

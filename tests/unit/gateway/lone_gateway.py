@@ -18,9 +18,11 @@ from gateway.link.link_set import LinkSet
 from gateway.servers.generation_path import GenerationPath
 from gateway.servers.health_service import HealthService
 from gateway.servers.inference_service import InferenceService
+from gateway.servers.kserve_repository import KserveRepository
+from gateway.servers.kserve_service import KserveService
 from gateway.servers.metrics import GatewayMetrics
 from gateway.servers.openai_http import openai_app
-from gateway.servers.public_servers import INFERENCE_NAME, PublicServers
+from gateway.servers.public_servers import INFERENCE_NAME, KSERVE_NAME, PublicServers
 from gateway.state.snapshot import ObjectKey, Observed, Snapshot
 from gateway.state.view import SiteView
 from gateway.text.library import TextLibrary
@@ -38,8 +40,9 @@ class LoneGateway:
         self.library = TextLibrary(self._load)
         self.path = GenerationPath(self.view, self.library, self.links, random.Random(7))
         self.metrics = GatewayMetrics(self.view)
-        self.health = HealthService(self.path, (INFERENCE_NAME,))
+        self.health = HealthService(self.path, (INFERENCE_NAME, KSERVE_NAME))
         self.servers = PublicServers(run_dir=run_dir, host="127.0.0.1", grpc_port=0, http_port=0)
+        self.repository = KserveRepository(self.view, None)
         self.pools: dict[str, ScriptedPool] = {}
         self._objects: dict[ObjectKey, DesiredObject] = {}
         self._observed: dict = {}
@@ -62,7 +65,8 @@ class LoneGateway:
         self.health.set_accepting(True)
         inference = InferenceService(self.path, self.metrics)
         app = openai_app(self.path, self.metrics, self.health)
-        await self.servers.start(inference, self.health, app, None, SECRET)
+        kserve = KserveService(self.path, self.metrics, self.health, self.repository, "0.0")
+        await self.servers.start(inference, kserve, self.health, app, None, SECRET)
         for pool in pools:
             await self.wait_up(pool.name)
         return self

@@ -21,6 +21,8 @@ from gateway.api.errors import ErrorCode, YardError
 from gateway.api.proto import admin_pb2, inference_pb2
 from gateway.api.proto.admin_pb2_grpc import AdminStub
 from gateway.api.proto.inference_pb2_grpc import InferenceStub
+from gateway.api.proto.kserve_pb2 import RepositoryModelUnloadRequest
+from gateway.api.proto.kserve_pb2_grpc import GRPCInferenceServiceStub
 from gateway.api.records import GatewayRecord, Keys
 from gateway.api.runtime import SECRET_METADATA_KEY, Runtime
 from gateway.api.tasks import cancelled
@@ -284,6 +286,9 @@ async def test_admin_needs_the_secret_off_loopback(make: Make) -> None:
         events = AdminStub(channel).Events(admin_pb2.EventsRequest(), timeout=5)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await events.read()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await GRPCInferenceServiceStub(channel).RepositoryModelUnload(RepositoryModelUnloadRequest(model_name="m"), timeout=5)
         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
         models = await InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest(), timeout=5)
         assert [model.name for model in models.models] == ["m"]

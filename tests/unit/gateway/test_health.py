@@ -64,6 +64,7 @@ async def test_reflection(lone: LoneGateway) -> None:
     answers = [answer async for answer in ServerReflectionStub(lone.channel).ServerReflectionInfo(ask(), timeout=5)]
     assert {service.name for service in answers[0].list_services_response.service} == {
         "modelyard.v1.Inference",
+        "inference.GRPCInferenceService",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }
