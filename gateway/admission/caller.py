@@ -49,7 +49,7 @@ def identify(view: SiteView, headers: Mapping[str, str]) -> Caller:
     """
     named = headers.get(TENANT_HEADER, "")
     if view.key_owners:
-        tenant = _owner(view, headers.get(AUTHORIZATION, ""))
+        tenant = key_owner(view, headers.get(AUTHORIZATION, ""))
         if named and named != tenant:
             raise YardError(ErrorCode.DENIED, f"the API key is not one of tenant `{shortened(named)}`", field=TENANT_HEADER)
     else:
@@ -61,7 +61,8 @@ def identify(view: SiteView, headers: Mapping[str, str]) -> Caller:
     return Caller(tenant, spec, _priority(headers, spec), _quality(headers), headers)
 
 
-def _owner(view: SiteView, authorization: str) -> str:
+def key_owner(view: SiteView, authorization: str) -> str:
+    """The tenant of the key in `Bearer KEY`. YardError(UNAUTHENTICATED)."""
     key = authorization[len(_BEARER) :].strip() if authorization[: len(_BEARER)].lower() == _BEARER else ""
     owner = view.key_owners.get(hashlib.sha256(key.encode()).hexdigest()) if key else None
     if owner is None:

@@ -275,11 +275,19 @@ class QuotaSpec(Strict):
 KeyHash = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
+Role = Literal["infer", "operate", "admin"]
+
+
 class TenantSpec(Strict):
     """Who asks. Known by an API key, or on sites where no tenant has keys by the header `modelyard-tenant`."""
 
     key_hashes: tuple[KeyHash, ...] = Field(
         default=(), description="SHA-256 of its API keys, in hexadecimal. Once any tenant has some, every request needs a key."
+    )
+    role: Role = Field(
+        default="infer",
+        description="What its keys may do. infer: ask models. operate: also see the site, switch routes, park and wake models. "
+        "admin: also apply and delete objects, back up and restore.",
     )
     routes: tuple[Name, ...] = Field(default=(), description="Routes it may ask. Empty: all.")
     weight: int = Field(default=100, ge=1, description="Its share of a model, against that of other tenants that wait for it.")
@@ -289,11 +297,30 @@ class TenantSpec(Strict):
     quota: QuotaSpec = QuotaSpec()
 
 
+class TlsSpec(Strict):
+    """Files in PEM, the same paths on every node that runs a gateway; relative ones start at the site directory. They are read
+    again when they change, so a renewal needs no restart."""
+
+    cert: str = Field(description="The certificate, with what leads to its authority.")
+    key: str = Field(description="Its private key.")
+    client_ca: str | None = Field(
+        default=None, description="Authorities of client certificates. With it every client must show one (mutual TLS)."
+    )
+    ca: str | None = Field(default=None, description="What `yard` on this machine trusts. Default: the certificate itself.")
+    name: str = Field(default="localhost", description="The name in the certificate that `yard` on this machine looks for.")
+
+
 class ListenSpec(Strict):
     host: str = "127.0.0.1"
     grpc_port: int = Field(default=50051, ge=0, le=65535)
     http_port: int = Field(default=8000, ge=0, le=65535)
     dashboard_port: int = Field(default=8265, ge=0, le=65535)
+    tls: TlsSpec | None = Field(default=None, description="On gRPC and HTTP. Absent: plain text.")
+    max_message: Bytes = Field(default=32 * 2**20, ge=2**16, description="Of one gRPC message.")
+    max_headers: Bytes = Field(default=64 * 2**10, ge=2**12, description="Of one request: HTTP headers, or gRPC metadata.")
+    streams_per_client: int = Field(
+        default=4096, ge=1, description="Requests that one client, by its API key or address, may have open at one gateway."
+    )
 
 
 class EngineSpec(Strict):

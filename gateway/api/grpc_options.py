@@ -8,6 +8,7 @@ so servers allow more than our clients do.
 from __future__ import annotations
 
 MAX_MESSAGE_BYTES = 32 * 2**20
+MAX_HEADER_BYTES = 64 * 2**10
 KEEPALIVE_TIME_MS = 10_000
 KEEPALIVE_TIMEOUT_MS = 5_000
 
@@ -27,10 +28,16 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.enable_http_proxy", 0),
 ]
 
-SERVER_OPTIONS: list[tuple[str, int]] = [
-    *_KEEPALIVE,
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    ("grpc.max_metadata_size", 64 * 2**10),
-]
+
+def server_options(message_bytes: int = MAX_MESSAGE_BYTES, header_bytes: int = MAX_HEADER_BYTES) -> list[tuple[str, int]]:
+    return [
+        *_KEEPALIVE,
+        ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+        ("grpc.max_receive_message_length", message_bytes),
+        ("grpc.max_send_message_length", max(message_bytes, MAX_MESSAGE_BYTES)),
+        ("grpc.max_metadata_size", header_bytes),
+        ("grpc.absolute_max_metadata_size", header_bytes),
+    ]
+
+
+SERVER_OPTIONS = server_options()

@@ -9,6 +9,14 @@ import msgspec
 SECRET_METADATA_KEY = "modelyard-secret"
 
 
+class TlsFiles(msgspec.Struct, frozen=True):
+    """Absolute paths. `client_ca` empty: clients show no certificate."""
+
+    cert: str
+    key: str
+    client_ca: str = ""
+
+
 class Runtime(msgspec.Struct, frozen=True):
     """Given to each Serve application when it is bound. `redis_url` and `secret` are never printed (rule 15)."""
 
@@ -23,6 +31,10 @@ class Runtime(msgspec.Struct, frozen=True):
     version: str = "0.1.0"
     trtllm: str = ""  # EngineSpec as JSON
     quotas_without_redis: Literal["allow", "deny", "last"] = "last"
+    tls: TlsFiles | None = None
+    max_message_bytes: int = 32 * 2**20
+    max_header_bytes: int = 64 * 2**10
+    streams_per_client: int = 4096
 
     def __repr__(self) -> str:
         return f"Runtime(site={self.site!r}, run_dir={self.run_dir!r}, bind_host={self.bind_host!r})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,14 +40,15 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Skip the safety chec
 def connect(server: str | None) -> SiteClient:
     """A client of `server`; of the site that runs in this home when none is named, with its secret."""
     from gateway.site import state
-    from gateway.site.client import SiteClient
+    from gateway.site.client import API_KEY_VARIABLE, SiteClient
+    from gateway.site.client_tls import of_environment
     from gateway.site.home import Home
 
     home = Home.from_environment()
     local = state.load(home)
     if local is not None and server in (None, local.grpc_address):
-        return SiteClient(local.grpc_address, home.secrets().site)
-    return SiteClient(server or DEFAULT_SERVER)
+        return SiteClient(local.grpc_address, home.secrets().site, tls=local.tls)
+    return SiteClient(server or DEFAULT_SERVER, tls=of_environment(), api_key=os.environ.get(API_KEY_VARIABLE))
 
 
 def kind_of(word: str) -> str:

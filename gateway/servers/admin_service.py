@@ -21,6 +21,7 @@ from gateway.api.proto.admin_pb2_grpc import AdminServicer
 from gateway.api.records import DesiredObject, SiteStatus
 from gateway.api.runtime import Runtime
 from gateway.servers.admin_describe import describe, route_statuses
+from gateway.servers.admin_guard import actor_of
 from gateway.servers.admin_plan import Planner, after_writes
 from gateway.servers.grpc_errors import abort
 from gateway.servers.residency import set_residency
@@ -36,7 +37,6 @@ from gateway.state.store import SiteStore
 from gateway.state.view import SiteView
 from placement.types import PlacedGroup
 
-ACTOR_METADATA_KEY = "modelyard-actor"
 DEFAULT_EVENTS = 50
 MAX_MANIFEST_CHARACTERS = 2**18
 MAX_MANIFEST_DEPTH = 32
@@ -81,7 +81,7 @@ class AdminService(AdminServicer):
         if not request.force:
             pools = (await self._store.observed()).pools
             edit = guarded(gated(edit, Readiness(pools.values()), explicit=False), pools)
-        commit = await self._store.transact(edit, _actor(context))
+        commit = await self._store.transact(edit, _actor(context, self.view))
         return pb.ApplyResponse(changes=[_change(write) for write in commit.writes], revision=commit.revision)
 
     @_answering
@@ -110,7 +110,7 @@ class AdminService(AdminServicer):
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
         self._check_store()
         _check_kind(request.kind)
-        commit = await self._store.delete(request.kind, request.name, force=request.force, actor=_actor(context))
+        commit = await self._store.delete(request.kind, request.name, force=request.force, actor=_actor(context, self.view))
         return pb.DeleteResponse(change=_change(commit.writes[0]))
 
     @_answering
@@ -180,9 +180,9 @@ class AdminService(AdminServicer):
                 ErrorCode.CONFLICT, "this gateway holds no state of the site; ask one that does, or give a file of `yard backup`"
             )
         if request.discard:
-            await self._store.give_up(self.view.desired, _actor(context))
+            await self._store.give_up(self.view.desired, _actor(context, self.view))
             return pb.RestoreResponse(revision=await self._store.revision())
-        written = await self._store.restore(held, _actor(context))
+        written = await self._store.restore(held, _actor(context, self.view))
         return pb.RestoreResponse(written=written, revision=await self._store.revision())
 
     @_answering
@@ -200,7 +200,7 @@ class AdminService(AdminServicer):
         self._check_store()
         if not force:
             edit = gated(edit, await self._readiness(), explicit=True)
-        commit = await self._store.transact(edit, _actor(context))
+        commit = await self._store.transact(edit, _actor(context, self.view))
         return pb.SwitchRouteResponse(change=_change(commit.writes[0]), committed_unix=time.time())
 
     async def _placement(self) -> tuple[PlacedGroup, ...] | None:
@@ -278,8 +278,5 @@ def _check_kind(kind: str) -> None:
         raise invalid(f"kind {kind!r} is not one of {', '.join(DESIRED_KINDS)}", "kind")
 
 
-def _actor(context: Context) -> str:
-    for key, value in context.invocation_metadata() or ():
-        if key == ACTOR_METADATA_KEY:
-            return value.decode(errors="replace") if isinstance(value, bytes) else value
-    return f"someone at {context.peer()}"
+def _actor(context: Context, view: SiteView) -> str:
+    return actor_of(context.invocation_metadata() or (), context.peer(), view)

@@ -29,7 +29,8 @@ from gateway.servers.kserve_service import KserveService
 from gateway.servers.metrics import GatewayMetrics
 from gateway.servers.node_metrics import NodeMetrics
 from gateway.servers.openai_http import openai_app
-from gateway.servers.public_servers import ADMIN_NAME, INFERENCE_NAME, KSERVE_NAME, PublicServers
+from gateway.servers.public_servers import ADMIN_NAME, INFERENCE_NAME, KSERVE_NAME, Limits, PublicServers
+from gateway.servers.tls import ServerTls
 from gateway.state.connection import LOST
 from gateway.state.feed import SiteFeed
 from gateway.state.store import SiteStore
@@ -72,6 +73,8 @@ class Gateway:
             host=ports.listen_address(runtime.bind_host),
             grpc_port=runtime.grpc_port,
             http_port=runtime.http_port,
+            tls=ServerTls(runtime.tls) if runtime.tls else None,
+            limits=Limits(runtime.max_message_bytes, runtime.max_header_bytes, runtime.streams_per_client),
         )
 
     async def start(self) -> None:

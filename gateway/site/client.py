@@ -16,8 +16,10 @@ from gateway.api.proto.admin_pb2_grpc import AdminStub
 from gateway.api.proto.inference_pb2_grpc import InferenceStub
 from gateway.api.records import SiteStatus
 from gateway.api.runtime import SECRET_METADATA_KEY
+from gateway.site.client_tls import ClientTls
 
 CALL_TIMEOUT_S = 15.0
+API_KEY_VARIABLE = "MODELYARD_API_KEY"
 _CODES = {status: code for code, status in GRPC_STATUS.items()} | {
     grpc.StatusCode.ABORTED: ErrorCode.CONFLICT,
     grpc.StatusCode.ALREADY_EXISTS: ErrorCode.CONFLICT,
@@ -27,12 +29,20 @@ _Answer = TypeVar("_Answer")
 
 
 class SiteClient:
-    """`secret`: the site's own, where the caller may read it; the admin side of a site beyond loopback asks for it."""
+    """`secret`: the site's own, where the caller may read it; the admin side of a site beyond loopback asks for it, or for
+    an API key of a tenant that may operate it."""
 
-    def __init__(self, address: str, secret: str | None = None) -> None:
+    def __init__(
+        self, address: str, secret: str | None = None, *, tls: ClientTls | None = None, api_key: str | None = None
+    ) -> None:
         self.address = address
         self._metadata = ((SECRET_METADATA_KEY, secret),) if secret else ()
-        self._channel = grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+        if api_key:
+            self._metadata += (("authorization", f"Bearer {api_key}"),)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, tls.credentials(), options=[*CLIENT_OPTIONS, *tls.options])
         self._admin = AdminStub(self._channel)
         self._inference = InferenceStub(self._channel)
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from gateway.api.config import DESIRED_KINDS, ListenSpec, ModelSpec, PoolSpec, SiteSpec
 from gateway.api.errors import invalid
 from gateway.api.manifest import Located, read
+from gateway.api.runtime import TlsFiles
 
 DEFAULT_SITE = Path(__file__).resolve().parents[2] / "configs" / "local"
 
@@ -25,6 +26,13 @@ class SiteFiles:
     @property
     def is_loopback(self) -> bool:
         return self.spec.listen.host in ("127.0.0.1", "localhost", "::1")
+
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        tls = self.spec.listen.tls
+        if tls is None:
+            return None
+        return TlsFiles(*(str(self.directory / path) if path else "" for path in (tls.cert, tls.key, tls.client_ca)))
 
     @property
     def default_route(self) -> str | None:

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from gateway.api.errors import ErrorCode, YardError
+from gateway.site.client_tls import ClientTls
 from gateway.site.home import Home, write_private
 from gateway.site.processes import Mark
 
@@ -29,6 +30,7 @@ class SiteState(msgspec.Struct, frozen=True, kw_only=True):
     http_port: int = 0
     dashboard_port: int = 0
     valkey_port: int = 0
+    tls: ClientTls | None = None  # how `yard` reaches the gateways
     redis_url: str = ""  # empty when ours: made from the secrets. The file is readable by its owner only.
 
     def with_session(self, name: str, leader: Mark) -> SiteState:

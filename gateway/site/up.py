@@ -24,7 +24,8 @@ from gateway.api.errors import ErrorCode, YardError, invalid
 from gateway.api.proto import inference_pb2 as inference
 from gateway.api.redis_link import with_site
 from gateway.api.runtime import Runtime
-from gateway.site import desired, down, preflight, ray_head, readiness, state, valkey
+from gateway.servers.tls import ServerTls
+from gateway.site import client_tls, desired, down, preflight, ray_head, readiness, state, valkey
 from gateway.site.board import Board
 from gateway.site.client import SiteClient
 from gateway.site.home import Home
@@ -84,6 +85,8 @@ def preflight_all(home: Home, site: SiteFiles, board: Board, ray_address: str | 
         preflight.check_disk(home.path, home.run_dir)
         ports = {"grpc-port": listen.grpc_port, "http-port": listen.http_port, "dashboard-port": listen.dashboard_port}
         preflight.check_ports(listen.host, ports)
+        if site.tls_files is not None:
+            ServerTls(site.tls_files)
         preflight.check_memory(site.documents)
         if site.spec.redis:
             asyncio.run(preflight.check_redis(with_site(site.spec.redis, site.name)))
@@ -129,6 +132,7 @@ class _Start:
                 dashboard_port=ports[2],
                 redis_url=with_site(site.spec.redis, site.name) if site.spec.redis else "",
                 valkey_port=ray_head.free_ports(1)[0],
+                tls=client_tls.of_site(site.spec.listen.tls, site.directory),
             ),
         )
 
@@ -140,7 +144,7 @@ class _Start:
         with _interrupts_held():  # half of a Ray client cannot be ended, and takes the process with it
             deployment.connect(self.state.ray_address)
             self._is_connected = True
-        with SiteClient(self.state.grpc_address, secrets.site) as client:
+        with SiteClient(self.state.grpc_address, secrets.site, tls=self.state.tls) as client:
             self._deploy(client, secrets.site)
             result = self._bring_up(client)
         deployment.disconnect()
@@ -225,6 +229,7 @@ class _Start:
 
     def _runtime(self, secret: str) -> Runtime:
         redis_url = self.state.redis_url or valkey.url(self.state.valkey_port, self._home.secrets().valkey)
+        listen = self._site.spec.listen
         return Runtime(
             site=self._site.name,
             redis_url=redis_url,
@@ -236,6 +241,10 @@ class _Start:
             http_port=self.state.http_port,
             trtllm=self._site.spec.engines.get("trtllm", EngineSpec()).model_dump_json(),
             quotas_without_redis=self._site.spec.quotas_without_redis,
+            tls=self._site.tls_files,
+            max_message_bytes=listen.max_message,
+            max_header_bytes=listen.max_headers,
+            streams_per_client=listen.streams_per_client,
         )
 
     def _wait_for_gateway(self, client: SiteClient) -> None:
@@ -326,7 +335,7 @@ def _verify(home: Home, found: state.SiteState, site: SiteFiles, board: Board, w
             f"site {found.site} runs with gRPC, HTTP and dashboard on ports {', '.join(map(str, running))}; "
             "other ports need `yard down` first"
         )
-    with SiteClient(found.grpc_address, home.secrets().site) as client:
+    with SiteClient(found.grpc_address, home.secrets().site, tls=found.tls) as client:
         with board.step("desired state") as step:
             reconciled = desired.reconcile(client, home, site.documents)
             step.note = f"{', '.join(reconciled.written)} written" if reconciled.written else "as it was"

@@ -12,6 +12,9 @@ import msgspec
 from gateway.state.store import SiteStore
 
 EVENT_ENTRIES = 10_000
+TOLD = 4
+"""Changed fields in the message of one change; `detail` has all."""
+LONGEST = 80
 _BLOCK_MS = 2_000
 _AUDIT_KINDS = {"switched": "route.switched", "rolled_back": "route.rolled_back"}
 
@@ -92,9 +95,16 @@ def _of_audit(entry: _Entry) -> Happening:
     text = {key.decode(): value.decode() for key, value in entry[1].items()}
     action = text["action"]
     from_generation, to_generation = int(text["generation_from"]), int(text["generation_to"])
-    before, after = (_targets(text[side]) for side in ("from", "to"))
+    before, after = (_spec(text[side]) for side in ("from", "to"))
     change = f"generation {from_generation} → {to_generation}" if from_generation else f"generation {to_generation}"
-    moved = f"{before} → {after}, " if before and after and before != after else ""
+    changes = [] if action == "deleted" else changed_fields(before, after)
+    told = (
+        ", ".join(f"{'' if path == 'targets' else f'{path} '}{old} → {new}" for path, old, new in changes[:TOLD])
+        if before
+        else ""
+    )
+    more = f" and {len(changes) - TOLD} more" if before and len(changes) > TOLD else ""
+    moved = f"{told}{more}, " if told else ""
     return Happening(
         id=entry[0].decode(),
         time_unix=_order(entry[0])[0] / 1000,
@@ -102,13 +112,39 @@ def _of_audit(entry: _Entry) -> Happening:
         subject=f"{text['kind']}/{text['name']}",
         message=f"{action.replace('_', ' ')}: {moved}{change}",
         actor=text["actor"],
-        detail=json.dumps({"revision": int(text["revision"]), "from": from_generation, "to": to_generation}),
+        detail=json.dumps(
+            {
+                "revision": int(text["revision"]),
+                "from": from_generation,
+                "to": to_generation,
+                "changes": [{"field": path, "from": old, "to": new} for path, old, new in changes],
+            }
+        ),
     )
 
 
-def _targets(stored: str) -> str:
-    """`a, b` of a stored route; empty of anything else."""
-    if not stored:
-        return ""
-    targets = json.loads(stored).get("manifest", {}).get("spec", {}).get("targets", ())
-    return ", ".join(str(target.get("model")) for target in targets)
+def _spec(stored: str) -> dict[str, object]:
+    return json.loads(stored).get("manifest", {}).get("spec", {}) if stored else {}
+
+
+def changed_fields(before: object, after: object, path: str = "") -> list[tuple[str, str, str]]:
+    """(field, from, to) of what differs, as text. Hashes of keys are counted and not shown (rule 15)."""
+    if isinstance(before, dict) and isinstance(after, dict):
+        names = sorted({*before, *after})
+        inner = ((f"{path}.{name}" if path else name, before.get(name), after.get(name)) for name in names)
+        return [change for name, old, new in inner for change in changed_fields(old, new, name)]
+    if before == after:
+        return []
+    return [(path, _short(path, before), _short(path, after))]
+
+
+def _short(path: str, value: object) -> str:
+    if value is None:
+        return "nothing"
+    if path.endswith("key_hashes") and isinstance(value, list):
+        return f"{len(value)} keys"
+    if path == "targets" and isinstance(value, list):
+        targets = [(str(target.get("model")), target.get("weight")) for target in value if isinstance(target, dict)]
+        return ", ".join(model if len(targets) == 1 or weight is None else f"{model}:{weight}" for model, weight in targets)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"

@@ -260,7 +260,12 @@ async def test_events_merge_changes_and_observations_and_follow(admin: Admin) ->
         ("route.switched", "Route/chat", "ann"),
     ]
     assert past[2].message == "switched: a → b, generation 1 → 2"
-    assert json.loads(past[2].detail_json) == {"revision": 2, "from": 1, "to": 2}
+    assert json.loads(past[2].detail_json) == {
+        "revision": 2,
+        "from": 1,
+        "to": 2,
+        "changes": [{"field": "targets", "from": "a", "to": "b"}],
+    }
     assert past[0].time_unix <= past[1].time_unix <= past[2].time_unix
 
     call = admin.stub.Events(pb.EventsRequest(follow=True, last=1))
