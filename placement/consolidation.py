@@ -24,9 +24,10 @@ from dataclasses import dataclass, replace
 from zlib import crc32
 
 from placement.bins import Bins
+from placement.candidate import Order
 from placement.device_sets import on_fewer
 from placement.filling import Steps
-from placement.packing import Order, Packer
+from placement.packing import Packer
 from placement.scoring import CONSOLIDATE
 from placement.types import Device, ModelRequest, PlacedGroup, Plan, Snapshot
 

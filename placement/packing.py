@@ -14,10 +14,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
-from placement.candidate import Candidate, PoolFacts, allowed, pool_facts
+from placement.candidate import (
+    Candidate,
+    Order,
+    PoolFacts,
+    allowed,
+    degree_bounds,
+    engines_everywhere,
+    is_choosy,
+    pool_facts,
+    total_bytes,
+)
 from placement.free_memory import Domain, FreeMemory
 from placement.load import BusyDevices, load_notes, share_of
 from placement.parallelism import degree_problems, degrees
@@ -45,12 +54,10 @@ class Packer:
         self.free = FreeMemory(snapshot.devices)
         self.busy = BusyDevices()
         self._standby = StandbyMemory(snapshot.devices)
-        self._pools = {name: pool_facts(name, domains) for name, domains in self.free.pools.items()}
-        # kind -> (largest domain, devices of the largest pool): what bounds the degrees to try
-        self._bounds: dict[str, tuple[int, int]] = {}
-        for pool in self._pools.values():
-            domain, devices = self._bounds.get(pool.kind, (0, 0))
-            self._bounds[pool.kind] = (max(domain, pool.largest_domain), max(devices, pool.devices))
+        engines = {device.pool: device.engines for device in snapshot.devices}
+        self._pools = {name: pool_facts(name, domains, engines[name]) for name, domains in self.free.pools.items()}
+        self._bounds = degree_bounds(self._pools.values())
+        self._run_everywhere = engines_everywhere(engines.values())
         self._models = {request.name: Candidate(request) for request in snapshot.models}
 
     def plan(self, order: Order | None = None) -> Plan:
@@ -59,7 +66,7 @@ class Packer:
         loads: list[PlacedGroup] = []
         refusals: dict[str, tuple[Reason, ...]] = {}
         lacking = [model for model in self._models.values() if model.placed < model.request.replicas]
-        lacking.sort(key=lambda model: _difficulty(model, order or _total_bytes))
+        lacking.sort(key=lambda model: model.difficulty(order or total_bytes))
         for search in (self._search_own, self._search_standby):  # memory of their own for all, before any takes turns
             for model in lacking:
                 while model.placed < model.request.replicas and (group := search(model)) is not None:
@@ -219,7 +226,7 @@ class Packer:
     def _one_stage(self, model: Candidate, tensor: int, need_bytes: int, kind: str, *, uncrowded: bool) -> Spot | None:
         """The best spot that is farthest from the model's other groups and shares no device with them."""
         request, replicas = model.request, model.replicas
-        if request.pools or request.slo is not None or request.load is not None:
+        if is_choosy(request, self._run_everywhere):
             domains = [
                 domain
                 for pool in self._candidates(request, kind)
@@ -231,8 +238,8 @@ class Packer:
         return replicas.farthest(spots, self._policy, tensor, need_bytes)
 
     def _candidates(self, request: ModelRequest, kind: str) -> list[PoolFacts]:
-        names = request.pools or self._pools
-        return [self._pools[name] for name in sorted(names) if name in self._pools and self._pools[name].kind == kind]
+        pools = (self._pools[name] for name in sorted(request.pools or self._pools) if name in self._pools)
+        return [pool for pool in pools if pool.kind == kind and allowed(request, pool)]
 
     def _keep(self) -> tuple[list[PlacedGroup], list[PlacedGroup]]:
         """Reserve what stays; what does not is unloaded, with every group of a model that is no longer asked for."""
@@ -295,20 +302,6 @@ class Packer:
         degree = group.tensor_parallel
         domains = [self.free.domain(group.pool, rank) for rank in group.ranks]
         return all(domain is not None and domain is domains[index // degree * degree] for index, domain in enumerate(domains))
-
-
-Order = Callable[[ModelRequest, int], tuple]
-"""(request, bytes on a single rank) -> sort key."""
-
-
-def _total_bytes(request: ModelRequest, single_rank_bytes: int) -> tuple:
-    return (-single_rank_bytes,)
-
-
-def _difficulty(model: Candidate, order: Order) -> tuple:
-    request = model.request
-    single = sum(model.stage_bytes(1, 1, request.device or "cuda"))
-    return -request.priority, not request.pinned, *order(request, single), request.name
 
 
 def _by_place(group: PlacedGroup) -> tuple:

@@ -65,6 +65,9 @@ def _outside(request: ModelRequest, pool: str, devices: list[Device]) -> Reason 
     if request.pools and pool not in request.pools:
         allowed = ", ".join(f"`{name}`" for name in request.pools)
         return Reason("pool_not_allowed", f"pool `{pool}` is not among its pools ({allowed})", pool)
+    engines = devices[0].engines
+    if engines and request.engine not in engines:
+        return Reason("engine", f"pool `{pool}` computes with {', '.join(engines)}, it asks for {request.engine}", pool)
     if request.device and devices[0].kind != request.device:
         return Reason("device_kind", f"pool `{pool}` is {devices[0].kind}, it asks for {request.device}", pool)
     return None

@@ -151,6 +151,7 @@ class Device:
     cordoned: bool = False
     nvlink_domain: str = ""
     standby_bytes: int = 0  # host memory for the weights of parked models, this device's part of what its node has
+    engines: tuple[str, ...] = ()  # what may compute in its pool; empty: anything
     type: str = ""  # as NVML names it; what it can do is in `placement.hardware`
 
 

@@ -53,6 +53,7 @@ def _devices(pool: str, spec: PoolSpec, gpu: str) -> Iterable[Device]:
             capacity_bytes=memory,
             cordoned=rank in spec.cordoned,
             standby_bytes=spec.standby,
+            engines=spec.engines,
             type=type_,
         )
 

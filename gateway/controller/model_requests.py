@@ -7,14 +7,14 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gateway.api.checkpoint import Checkpoint, open_checkpoint
 from gateway.api.config import ModelSpec
 from gateway.api.errors import YardError
 from gateway.state.view import ModelEntry
-from placement.types import Load, ModelRequest, Slo
+from placement.types import Load, ModelRequest, ModelShape, Slo
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class AskedModel:
 def model_request(name: str, spec: ModelSpec, checkpoint: Checkpoint) -> ModelRequest:
     return ModelRequest(
         name=name,
-        shape=checkpoint.shape,
+        shape=_shape(spec, checkpoint),
         device="cuda" if spec.engine == "trtllm" else None,
         replicas=spec.replicas,
         tensor_parallel=None if spec.tensor_parallel == "auto" else spec.tensor_parallel,
@@ -57,6 +57,13 @@ def model_request(name: str, spec: ModelSpec, checkpoint: Checkpoint) -> ModelRe
         slo=_slo(spec),
         load=Load(spec.load.mean_tokens_per_s, spec.load.peak_tokens_per_s) if spec.load else None,
     )
+
+
+def _shape(spec: ModelSpec, checkpoint: Checkpoint) -> ModelShape:
+    """With keys and values as the engine keeps them: TensorRT-LLM in 8 bits where the checkpoint was calibrated for it."""
+    if spec.engine == "trtllm" and checkpoint.kv_quantization == "FP8":
+        return replace(checkpoint.shape, kv_bytes_per_element=1)
+    return checkpoint.shape
 
 
 def _slo(spec: ModelSpec) -> Slo | None:

@@ -43,6 +43,7 @@ def snapshot_of(
             cordoned=name in pools and rank.index in pools[name].spec.cordoned,
             nvlink_domain=rank.nvlink_domain,
             standby_bytes=pools[name].spec.standby if name in pools else 0,
+            engines=pools[name].spec.engines if name in pools else (),
             type=rank.type,
         )
         for name, sight in sights.items()

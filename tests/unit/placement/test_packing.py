@@ -270,3 +270,11 @@ class TestRemedies:
 
     def test_nothing_is_promised_where_nothing_helps(self) -> None:
         assert self.remedies(self.big(), node("a", "n", 1, 2)) == []
+
+
+def test_a_model_goes_to_a_pool_that_runs_its_engine() -> None:
+    devices = node("p", "n", 1, 80, engines=("torch",)) + node("q", "o", 1, 24, engines=("torch", "trtllm"))
+    (placed,) = place(Snapshot(devices, (model("m", 5, engine="trtllm"),))).groups
+    assert placed.pool == "q"
+    plan = place(Snapshot(devices[:1], (model("m", 5, engine="trtllm"),)))
+    assert "pool `p` computes with torch, it asks for trtllm" in plan.refusals["m"][0].message
