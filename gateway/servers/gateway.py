@@ -20,7 +20,9 @@ from gateway.api.runtime import Runtime
 from gateway.api.tasks import cancelled
 from gateway.link.link_set import LinkSet
 from gateway.servers import ports
+from gateway.servers.admin_guard import AdminAccess
 from gateway.servers.admin_service import AdminService
+from gateway.servers.capacity import Capacity
 from gateway.servers.generation_path import GenerationPath
 from gateway.servers.health_service import HealthService
 from gateway.servers.inference_service import InferenceService
@@ -33,6 +35,7 @@ from gateway.servers.public_servers import ADMIN_NAME, INFERENCE_NAME, KSERVE_NA
 from gateway.servers.tls import ServerTls
 from gateway.state.connection import LOST
 from gateway.state.feed import SiteFeed
+from gateway.state.history import History
 from gateway.state.store import SiteStore
 from gateway.state.view import SiteView
 from gateway.text.library import Loader, TextLibrary, checkpoint_loader
@@ -87,7 +90,7 @@ class Gateway:
             InferenceService(self._path, self._metrics),
             KserveService(self._path, self._metrics, self._health, repository, self._runtime.version),
             self._health,
-            openai_app(self._path, self._metrics, self._health),
+            openai_app(self._path, self._metrics, self._health, self._capacity().routes()),
             admin,
             self._runtime.secret,
         )
@@ -97,6 +100,10 @@ class Gateway:
         self._spawn(self._accept_when_synced(), "first-snapshot")
         host = self.servers.host
         log.info("gateway %s: gRPC on %s:%d, HTTP on %s:%d", self._id, host, self.grpc_port, host, self.http_port)
+
+    def _capacity(self) -> Capacity:
+        access = AdminAccess(self._runtime.secret, self.view, loopback=ports.is_loopback(self.servers.host))
+        return Capacity(self._runtime.site, self._path, access, History(self._store))
 
     @property
     def grpc_port(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -41,7 +41,8 @@ MAX_BODY_BYTES = 8 * 2**20
 Parse = Callable[[dict[str, Any], str, float | None, str], ApiRequest]
 
 
-def openai_app(path: GenerationPath, metrics: GatewayMetrics, health: HealthService) -> Starlette:
+def openai_app(path: GenerationPath, metrics: GatewayMetrics, health: HealthService, pages: Sequence[Route] = ()) -> Starlette:
+    """`pages`: what is served beside it."""
     site = _SiteEndpoints(path, metrics, health)
     chat = GenerationEndpoint(path, metrics, chat_request)
     completions = GenerationEndpoint(path, metrics, completion_request)
@@ -54,6 +55,7 @@ def openai_app(path: GenerationPath, metrics: GatewayMetrics, health: HealthServ
             Route("/health", site.health, methods=["GET"]),
             Route("/ready", site.ready, methods=["GET"]),
             Route("/metrics", site.metrics, methods=["GET"]),
+            *pages,
         ],
         exception_handlers={HTTPException: _http_error, YardError: _yard_error},
     )

@@ -15,6 +15,8 @@ from gateway.api.grpc_options import CLIENT_OPTIONS
 from gateway.api.proto.inference_pb2_grpc import InferenceStub
 from gateway.api.records import DesiredObject
 from gateway.link.link_set import LinkSet
+from gateway.servers.admin_guard import AdminAccess
+from gateway.servers.capacity import Capacity
 from gateway.servers.generation_path import GenerationPath
 from gateway.servers.health_service import HealthService
 from gateway.servers.inference_service import InferenceService
@@ -64,7 +66,9 @@ class LoneGateway:
         self.view.set_degraded(None)
         self.health.set_accepting(True)
         inference = InferenceService(self.path, self.metrics)
-        app = openai_app(self.path, self.metrics, self.health)
+        access = AdminAccess(SECRET, self.view, loopback=True)
+        pages = Capacity("lone", self.path, access, None).routes()
+        app = openai_app(self.path, self.metrics, self.health, pages)
         kserve = KserveService(self.path, self.metrics, self.health, self.repository, "0.0")
         await self.servers.start(inference, kserve, self.health, app, None, SECRET)
         for pool in pools:
