@@ -27,7 +27,7 @@ def snapshot_of(
         for rank, size in zip(group.ranks, group.bytes_per_rank, strict=True):
             held_bytes[group.pool, rank] += size
     requests = [
-        replace(asked.request, replicas=max(0, asked.request.replicas - held_replicas[name]))
+        _where_its_engine_is(replace(asked.request, replicas=max(0, asked.request.replicas - held_replicas[name])), sights, pools)
         for name, asked in models.items()
         if asked.request is not None
     ]
@@ -52,6 +52,15 @@ def snapshot_of(
     kinds = {(device.pool, device.rank): device.kind for device in devices}
     asked_for = {request.name: request for request in requests}
     return Snapshot(tuple(devices), tuple(requests), tuple(_resized(group, asked_for, kinds) for group in placed))
+
+
+def _where_its_engine_is(request: ModelRequest, sights: Mapping[str, PoolSight], pools: Mapping[str, PoolEntry]) -> ModelRequest:
+    """Named pools, where some do not host its engine."""
+    others = {name for name, entry in pools.items() if request.engine not in entry.spec.engines}
+    if not others:
+        return request
+    left = tuple(name for name in request.pools or sorted(sights) if name not in others)
+    return replace(request, pools=left or (f"one with {request.engine} in its engines",))
 
 
 def adopted(observed: Observed, desired: Desired) -> tuple[PlacedGroup, ...]:

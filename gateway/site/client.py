@@ -98,6 +98,12 @@ class SiteClient:
     def chat_stream(self, request: inference.ChatRequest, timeout_s: float) -> Iterator[inference.GenerateChunk]:
         return self._stream(self._inference.ChatStream, request, timeout_s)
 
+    def generate(self, request: inference.GenerateRequest, timeout_s: float) -> inference.GenerateResponse:
+        return self._call(self._inference.Generate, request, timeout_s)
+
+    def tokenize(self, request: inference.TokenizeRequest) -> inference.TokenizeResponse:
+        return self._call(self._inference.Tokenize, request)
+
     def generate_stream(self, request: inference.GenerateRequest, timeout_s: float) -> Iterator[inference.GenerateChunk]:
         return self._stream(self._inference.GenerateStream, request, timeout_s)
 
