@@ -69,7 +69,8 @@ class _Replica:
             await service.stop()
 
 
-@serve.deployment(name="gateway", **_REPLICA)
+# At an upgrade the new gateways listen, on the same ports, before the old ones finish their streams.
+@serve.deployment(name="gateway", max_surge_percent=100, **_REPLICA)
 class GatewayReplica(_Replica):
     async def __init__(self, runtime: Runtime) -> None:
         from gateway.servers.gateway import Gateway

@@ -1,4 +1,4 @@
-"""up, down, status, version: the site on this machine as a whole."""
+"""up, down, upgrade, status, version: the site on this machine as a whole."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WAIT_S = 300.0
 
 
 def register(app: typer.Typer) -> None:
-    for command in (up, down, status, version):
+    for command in (up, down, upgrade, status, version):
         app.command()(command)
 
 
@@ -98,10 +98,28 @@ def down() -> None:
     typer.echo(f"site {stopped.site} is down" if stopped else "nothing was running")
 
 
+def upgrade(
+    wait_s: Annotated[float, typer.Option("--wait-s", min=1.0, help="How long each kind of process may take.")] = _WAIT_S,
+) -> None:
+    """Bring the running site over to the installed version, while it serves: controller, gateways, then pool drivers."""
+    from gateway.site import state
+    from gateway.site.board import Board
+    from gateway.site.home import Home
+    from gateway.site.site_files import DEFAULT_SITE, read_site
+    from gateway.site.upgrade import upgrade as replace
+
+    home = Home.from_environment()
+    found = state.load(home)
+    files = read_site(Path(found.site_dir) if found else DEFAULT_SITE, {"host": found.bind_host if found else None}, None, None)
+    with Board() as board:
+        replaced = replace(home, files, board, wait_s)
+    typer.echo(f"site {replaced.site} runs the installed version")
+
+
 def status(server: ServerOption = None, output: OutputOption = Output.table) -> None:
     """One line on the whole site; exit code 0 when all that is desired serves, else 4."""
     from gateway.cli import printing
-    from gateway.cli.summary import summarize
+    from gateway.site.summary import summarize
 
     with connect(server) as client:
         summary = summarize(client.status())

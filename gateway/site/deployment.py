@@ -6,10 +6,14 @@ import logging
 import os
 import warnings
 from collections.abc import Mapping
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
+from gateway.api.config import PoolSpec
 from gateway.api.errors import ErrorCode, YardError, unavailable
 from gateway.api.runtime import Runtime
+
+if TYPE_CHECKING:
+    from ray.serve import Application
 
 NAMESPACE = "modelyard"
 _LOG_LEVEL = "WARNING"
@@ -55,18 +59,48 @@ def deploy(runtime: Runtime, gateways: int) -> None:
     from ray import serve
     from ray.serve.schema import LoggingConfig
 
+    serve.start(proxy_location="Disabled", logging_config=LoggingConfig(log_level=_LOG_LEVEL, enable_access_log=False))
+    deploy_gateways(runtime, gateways)
+    deploy_controller(runtime)
+
+
+def deploy_gateways(runtime: Runtime, gateways: int) -> None:
+    """Over running ones: new ones come up beside them first."""
     from gateway import apps
 
+    _run(apps.GATEWAY_APP, apps.gateway_app(runtime, gateways))
+
+
+def deploy_controller(runtime: Runtime) -> None:
+    from gateway import apps
+
+    _run(apps.CONTROLLER_APP, apps.controller_app(runtime))
+
+
+def deploy_pool(runtime: Runtime, pool: str, spec: PoolSpec) -> None:
+    """Replaces the driver of a running pool; its ranks stay."""
+    from gateway.controller import pool_applications
+
+    pool_applications.deploy(runtime, pool, spec)
+
+
+def gateway_count() -> int:
+    """Replicas that Serve keeps of the gateway."""
+    from ray import serve
+
+    from gateway import apps
+
+    deployments = serve.status().applications[apps.GATEWAY_APP].deployments.values()
+    return sum(sum(deployment.replica_states.values()) for deployment in deployments)
+
+
+def _run(name: str, application: Application) -> None:
+    from ray import serve
+    from ray.serve.schema import LoggingConfig
+
     logging_config = LoggingConfig(log_level=_LOG_LEVEL, enable_access_log=False)
-    serve.start(proxy_location="Disabled", logging_config=logging_config)
-    serve.run_many(
-        [
-            serve.RunTarget(apps.gateway_app(runtime, gateways), name=apps.GATEWAY_APP, route_prefix=None),
-            serve.RunTarget(apps.controller_app(runtime), name=apps.CONTROLLER_APP, route_prefix=None),
-        ],
-        wait_for_ingress_deployment_creation=False,
-        wait_for_applications_running=False,
-    )
+    target = serve.RunTarget(application, name=name, route_prefix=None, logging_config=logging_config)
+    serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
 
 
 def check() -> None:

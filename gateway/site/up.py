@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gateway.api.config import EngineSpec, PoolSpec
+from gateway.api.config import PoolSpec
 from gateway.api.errors import ErrorCode, YardError, invalid
 from gateway.api.proto import inference_pb2 as inference
 from gateway.api.redis_link import with_site
@@ -145,13 +145,13 @@ class _Start:
             deployment.connect(self.state.ray_address)
             self._is_connected = True
         with SiteClient(self.state.grpc_address, secrets.site, tls=self.state.tls) as client:
-            self._deploy(client, secrets.site)
+            self._deploy(client)
             result = self._bring_up(client)
         deployment.disconnect()
         self._is_connected = False
         return result
 
-    def _deploy(self, client: SiteClient, secret: str) -> None:
+    def _deploy(self, client: SiteClient) -> None:
         from gateway.site import deployment
 
         with self._board.step("applications", "starting Serve") as step:
@@ -159,7 +159,7 @@ class _Start:
                 raise invalid(
                     "this Ray has nodes on other machines, which cannot reach the embedded Valkey; give a shared one with --redis"
                 )
-            deployment.deploy(self._runtime(secret), self._site.spec.gateways)
+            deployment.deploy(runtime_of(self._home, self.state, self._site), self._site.spec.gateways)
             self._wait_for_gateway(client)
             step.note = "gateway and controller run"
 
@@ -227,26 +227,6 @@ class _Start:
         self._jobs.shutdown(wait=True, cancel_futures=True)
         down.stop_processes(self._home, self.state)
 
-    def _runtime(self, secret: str) -> Runtime:
-        redis_url = self.state.redis_url or valkey.url(self.state.valkey_port, self._home.secrets().valkey)
-        listen = self._site.spec.listen
-        return Runtime(
-            site=self._site.name,
-            redis_url=redis_url,
-            secret=secret,
-            cache_dir=str(self._home.cache_dir),
-            run_dir=str(self._home.run_dir),
-            bind_host="127.0.0.1" if self._site.is_loopback else "node",
-            grpc_port=self.state.grpc_port,
-            http_port=self.state.http_port,
-            trtllm=self._site.spec.engines.get("trtllm", EngineSpec()).model_dump_json(),
-            quotas_without_redis=self._site.spec.quotas_without_redis,
-            tls=self._site.tls_files,
-            max_message_bytes=listen.max_message,
-            max_header_bytes=listen.max_headers,
-            streams_per_client=listen.streams_per_client,
-        )
-
     def _wait_for_gateway(self, client: SiteClient) -> None:
         from gateway.site import deployment
 
@@ -291,6 +271,27 @@ class _Start:
         if time.monotonic() > self._deadline:
             logs = self._home.run_dir / "ray" / "session_latest" / "logs" / "serve"
             raise YardError(ErrorCode.DEADLINE, f"not up after {self._wait_s:.0f} s: {what} (logs: {logs}; more time: --wait-s)")
+
+
+def runtime_of(home: Home, found: state.SiteState, site: SiteFiles) -> Runtime:
+    """What every process of the site is told."""
+    secrets = home.secrets()
+    return Runtime(
+        site=site.name,
+        redis_url=found.redis_url or valkey.url(found.valkey_port, secrets.valkey),
+        secret=secrets.site,
+        cache_dir=str(home.cache_dir),
+        run_dir=str(home.run_dir),
+        bind_host="127.0.0.1" if site.is_loopback else "node",
+        grpc_port=found.grpc_port,
+        http_port=found.http_port,
+        trtllm=site.spec.engines.get("trtllm", EngineSpec()).model_dump_json(),
+        quotas_without_redis=site.spec.quotas_without_redis,
+        tls=site.tls_files,
+        max_message_bytes=site.spec.listen.max_message,
+        max_header_bytes=site.spec.listen.max_headers,
+        streams_per_client=site.spec.listen.streams_per_client,
+    )
 
 
 def show(board: Board, judged: readiness.Readiness) -> None:

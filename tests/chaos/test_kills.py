@@ -151,6 +151,22 @@ def test_valkey(house: House, loaded: Load) -> None:
     assert not server.is_running()
 
 
+def test_an_upgrade(house: House, loaded: Load) -> None:
+    """No process is the same afterwards but the ranks, and nothing was loaded again."""
+    before = house.status()
+    upgraded = house.yard("upgrade", timeout_s=170)
+    assert upgraded.returncode == 0, upgraded.stderr
+    heals(house, loaded, "upgrade", 30)
+    after = house.status()
+    assert after.controller is not None
+    assert before.controller is not None
+    assert after.controller.pid != before.controller.pid
+    assert {gateway.pid for gateway in after.gateways}.isdisjoint({gateway.pid for gateway in before.gateways})
+    assert len(after.gateways) == 2
+    assert after.pools[0].pid != before.pools[0].pid
+    assert [rank.pid for rank in after.pools[0].ranks] == [rank.pid for rank in before.pools[0].ranks]
+
+
 def test_everything(house: House) -> None:
     """What `yard up` finds after a power cut, short of the disk: it clears the remains and starts what was desired."""
     revision = house.status().revision

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gateway.api.config import PoolSpec
 from gateway.api.records import ControllerRecord, DesiredObject, GroupRecord, PoolRecord, RankRecord, RouteStatus, SiteStatus
-from gateway.cli.summary import summarize
 from gateway.site.readiness import FailureWatch, judge
+from gateway.site.summary import summarize
 
 POOLS = {"local": PoolSpec(devices=2, memory=1 << 30)}
 

@@ -1,0 +1,96 @@
+"""`yard upgrade`: the running site goes over to the installed version, one kind of process after the other, while it serves."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+
+from gateway.api.config import Manifest, PoolSpec
+from gateway.api.errors import ErrorCode, YardError, unavailable
+from gateway.api.records import SiteStatus
+from gateway.site import down, ray_head, state
+from gateway.site.board import Board
+from gateway.site.client import SiteClient
+from gateway.site.home import Home
+from gateway.site.site_files import SiteFiles
+from gateway.site.summary import summarize
+from gateway.site.up import runtime_of
+
+_POLL_S = 0.25
+
+
+def upgrade(home: Home, site: SiteFiles, board: Board, wait_s: float) -> state.SiteState:
+    """Controller, gateways, pool drivers; each kind serves again before the next begins. YardError when one does not come.
+
+    Gateways are replaced by ones that listen already, and finish their streams. A driver finishes what runs; the next one
+    adopts its ranks, so that no weight is loaded, unless the new version speaks another protocol to them.
+    """
+    found = state.load(home)
+    if found is None or not down.is_complete(found):
+        raise unavailable("no site runs in this home; `yard up` starts one with the installed version")
+    from gateway.site import deployment
+
+    deployment.load(ray_head.environment(home, loopback=site.is_loopback) if found.ray_is_ours else {})
+    deployment.connect(found.ray_address)
+    try:
+        runtime = runtime_of(home, found, site)
+        with SiteClient(found.grpc_address, home.secrets().site, tls=found.tls) as client:
+            change = _Change(client, board, wait_s)
+            change.make("controller", lambda: deployment.deploy_controller(runtime), _controllers)
+            change.make("gateways", lambda: deployment.deploy_gateways(runtime, deployment.gateway_count()), _gateways)
+            for pool, spec in _pools(client).items():
+                change.make(
+                    f"pool {pool}", lambda pool=pool, spec=spec: deployment.deploy_pool(runtime, pool, spec), _driver_of(pool)
+                )
+    finally:
+        deployment.disconnect()
+    return found
+
+
+class _Change:
+    def __init__(self, client: SiteClient, board: Board, wait_s: float) -> None:
+        self._client, self._board, self._wait_s = client, board, wait_s
+
+    def make(self, name: str, deploy: Callable[[], None], processes: Callable[[SiteStatus], frozenset[str]]) -> None:
+        """Done when none of the processes from before is there and the site is as ready as it was."""
+        before = self._client.status()
+        old = processes(before)
+        with self._board.step(name, "replacing") as step:
+            deploy()
+            began_s = time.monotonic()
+            while not self._is_replaced(before, old, processes):
+                if time.monotonic() - began_s > self._wait_s:
+                    raise YardError(
+                        ErrorCode.DEADLINE,
+                        f"{name}: not replaced after {self._wait_s:.0f} s; what serves, serves on; see `yard status`",
+                    )
+                time.sleep(_POLL_S)
+            step.note = f"{len(old)} replaced"
+
+    def _is_replaced(self, before: SiteStatus, old: frozenset[str], processes: Callable[[SiteStatus], frozenset[str]]) -> bool:
+        try:
+            now = self._client.status()
+        except YardError as error:
+            if error.code in (ErrorCode.UNAVAILABLE, ErrorCode.DEADLINE):
+                return False
+            raise
+        new = processes(now)
+        return len(new) >= len(old) and not new & old and (summarize(now).is_ready or not summarize(before).is_ready)
+
+
+def _controllers(status: SiteStatus) -> frozenset[str]:
+    return frozenset([status.controller.owner] if status.controller else [])
+
+
+def _gateways(status: SiteStatus) -> frozenset[str]:
+    return frozenset(gateway.gateway for gateway in status.gateways)
+
+
+def _driver_of(pool: str) -> Callable[[SiteStatus], frozenset[str]]:
+    return lambda status: frozenset(record.incarnation for record in status.pools if record.pool == pool)
+
+
+def _pools(client: SiteClient) -> dict[str, PoolSpec]:
+    specs = {item.name: Manifest.model_validate(json.loads(item.manifest_json)).spec for item in client.get("Pool").objects}
+    return {name: spec for name, spec in specs.items() if isinstance(spec, PoolSpec)}
