@@ -4,8 +4,9 @@
        leaving frees enough on each (Filter).
     2. The cheapest choices first, by moves, then bytes (Score): try to place the groups that must leave elsewhere, with the
        island reserved, by the same packing that places everything else.
-    3. The first choice whose groups all find a place wins (Reserve). None: the same choices again, where groups that find no
-       place may take that of a smaller one, which moves on.
+    3. Of the choices whose groups all find a place the one with the fewest moves wins (Reserve); choices that could not have
+       fewer are not tried. Then the same choices again, where groups that find no place may take that of a smaller one, which
+       moves on.
 
 Pinned and busy models stay where they are.
 """
@@ -63,18 +64,25 @@ def make_room(snapshot: Snapshot, request: ModelRequest, degree: int, busy: Coll
     free = _free_after(snapshot)
     choices = sorted(_choices(snapshot, request, degree, stay, free), key=_cost)
     islands = []
+    best: Room | None = None
     for choice in choices[:_TRIALS]:
+        if best is not None and choice.moves >= len(best.moves):
+            break  # those that follow need as many at least
         need = group_footprint(request, degree, 1, free.domains[choice.index].kind)[0].total
         island = PlacedGroup(request.name, choice.pool, choice.ranks, degree, 1, (need,) * degree)
         islands.append((island, choice.evicted))
-        moves = _move_away(snapshot, request, island, choice.evicted)
-        if moves is not None:
-            return Room(island, moves)
+        best = _fewer(best, island, _move_away(snapshot, request, island, choice.evicted))
     for island, evicted in islands[:_DEEP_TRIALS]:
-        moves = _move_on(snapshot, request, island, evicted, stay)
-        if moves is not None:
-            return Room(island, moves)
-    return None
+        if best is not None and len(evicted) >= len(best.moves):
+            break
+        best = _fewer(best, island, _move_on(snapshot, request, island, evicted, stay))
+    return best
+
+
+def _fewer(best: Room | None, island: PlacedGroup, moves: tuple[Move, ...] | None) -> Room | None:
+    if moves is None or (best is not None and len(best.moves) <= len(moves)):
+        return best
+    return Room(island, moves)
 
 
 def largest_island(snapshot: Snapshot, need_bytes: int) -> int:

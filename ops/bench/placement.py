@@ -280,7 +280,9 @@ def main() -> None:
     }
     measure = measures[arguments.command]
     figures = measure(arguments)
-    write(arguments.output, arguments.command, figures, now)
+    first = getattr(arguments, "first", 0)
+    part = f"{arguments.command}_from_{first}" if first and arguments.command == "defragment" else arguments.command
+    write(arguments.output, part, figures, now)
     sys.exit(0 if figures["good"] else 1)
 
 

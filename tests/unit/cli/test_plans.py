@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
 
 from gateway.api.proto import admin_pb2 as pb
 from gateway.cli import plans
+from gateway.cli.main import app
 
 
 @pytest.mark.parametrize(
@@ -40,3 +42,10 @@ def test_a_plan_shows_paths_times_evictions_and_risks(capsys: pytest.CaptureFixt
     assert "3.0 GiB to bring, about 6.0 s" in shown
     assert "SLOs at risk:\n- `old` may be parked" in shown
     assert "nowhere" in shown
+
+
+def test_a_wrong_file_is_no_change() -> None:
+    """2 would say to CI that there is something to apply."""
+    result = CliRunner().invoke(app, ["plan", "-f", "/nowhere.yaml"])
+    assert result.exit_code == plans.IMPOSSIBLE
+    assert "/nowhere.yaml" in result.output

@@ -112,3 +112,14 @@ async def test_a_pool_of_unknown_size_is_said_to_be_so(tmp_path: Path, checkpoin
     (row,) = await Planner(tmp_path).plan(after, {}, None)
     assert row.action == "none"
     assert any("give `memory` to plan before that" in reason for reason in row.reasons)
+
+
+async def test_a_description_says_why_a_model_is_where_it_is(tmp_path: Path, checkpoint: str) -> None:
+    site = snapshot(pool("p"), model("m", source=checkpoint, tensor_parallel="auto", pipeline_parallel=1))
+    placed = (PlacedGroup("m", "p", (1,), 1, 1, (1,)),)
+    held = record(GroupRecord("m", 1, 1, (1,), 1, 1, "ready"))
+    lines = await Planner(tmp_path).why("m", site, held, placed)
+    assert lines[0].startswith("rank 1 of pool `p`: takes ")
+    assert any("is the smallest that fits" in line for line in lines)
+    assert any("not rank 0 of pool `p`: fits too" in line for line in lines)
+    assert await Planner(tmp_path).why("unknown", site, held, placed) == []
