@@ -22,6 +22,7 @@ from bisect import insort
 from dataclasses import dataclass
 
 from workers.driver.sequence import Sequence
+from workers.driver.tenant_shares import TenantShares
 from workers.memory.blocks import ROOT, BlockPool
 from workers.memory.kv_layout import blocks_for_tokens
 from workers.messages import SampledToken, SequenceStep, StepDone
@@ -47,6 +48,7 @@ class Batcher:
         self.concurrency = concurrency
         self.stages = stages
         self.ahead = ahead
+        self.shares = TenantShares()
         self.waiting: list[Sequence] = []  # in order
         self.running: list[Sequence] = []  # in order
         self.leaving: set[Sequence] = set()  # ended, and still in a step that is being computed
@@ -64,6 +66,9 @@ class Batcher:
         return bool(self.running or self.waiting)
 
     def add(self, sequence: Sequence) -> None:
+        if sequence.tag is None:
+            sequence.cost = sequence.outstanding_tokens
+            self.shares.enter(sequence)
         insort(self.waiting, sequence, key=lambda waiting: waiting.rank_order)
 
     def remove(self, sequence: Sequence) -> None:
@@ -71,12 +76,18 @@ class Batcher:
         sequence.ended = True
         if sequence in self.waiting:
             self.waiting.remove(sequence)
+            if not sequence.admitted_before:
+                self.shares.leave(sequence)
         elif sequence in self.running:
             self.running.remove(sequence)
             if sequence.in_flight:
                 self.leaving.add(sequence)
             else:
                 self._release(sequence)
+
+    def order(self, now: float) -> None:
+        """Who waits first, by now."""
+        self.shares.order(self.waiting, now)
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
@@ -188,6 +199,7 @@ class Batcher:
         if not sequence.admitted_before:
             sequence.cached_tokens = sequence.computed
             sequence.admitted_before = True
+            self.shares.begin(sequence)
         return True
 
     def _lacking(self, budget: int) -> int:

@@ -100,7 +100,9 @@ class Group:
     progress_at: float = 0.0  # when it last ended a step, or got something to do
     tokens_per_s: float = 0.0  # generated, moving average
     reclaiming: bool = False  # waits for memory that others were asked to give back
-    used_at: float = 0.0  # when a request came for it, or ended
+    used_at: float = 0.0  # when a request came for it, or ended; not of copies that nobody waits for
+    clock_s: float = 0.0  # see `step_shares`
+    computing: bool = False  # it had something to do when steps were last sent
     wake_asked: bool = False  # by an operator
     drop_asked: bool = False  # its standby copy is to go too
     park_retry_at: float | None = None  # a park failed; not before then again
@@ -145,6 +147,17 @@ class Group:
     @property
     def running(self) -> int:
         return len(self.batcher.running) if self.batcher else 0
+
+    @property
+    def computes(self) -> bool:
+        """It has something to do, or a step in flight."""
+        return bool(self.steps or (self.batcher and self.batcher.busy))
+
+    @property
+    def wanted_by_somebody(self) -> bool:
+        """Somebody waits for an answer of it; nobody does for copies."""
+        batcher = self.batcher
+        return batcher is not None and any(not sequence.request.shadow for sequence in (*batcher.running, *batcher.waiting))
 
     @property
     def quiet(self) -> bool:

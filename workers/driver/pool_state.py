@@ -74,7 +74,6 @@ class PoolState:
     next_op: int = field(init=False)  # unique over drivers too: ranks meet under the number of the load
     next_step: int = 1
     next_arrival: int = 1
-    turn: int = 0  # round robin among groups
     last_step_at: float = 0.0
     steps_done: int = 0
     device_memory: dict[int, DeviceMemory] = field(default_factory=dict)  # by rank, where ranks have devices of their own

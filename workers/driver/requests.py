@@ -156,7 +156,7 @@ class Requests:
             completion_tokens=sequence.generated,
             cached_tokens=sequence.cached_tokens,
         )
-        if key[0] != OWN_LINK:
+        if _counts(sequence.request):
             group.used_at = max(group.used_at, group.progress_at)
         if key[0] != OWN_LINK:
             totals = self._state.totals.setdefault(group.model, Totals())
@@ -175,6 +175,13 @@ class Requests:
         for key in [key for key, (owner, _) in self._state.sequences.items() if owner is group]:
             self.finish(key, "error", code, message, retry_after_s=retry_after_s)
 
+    def drop_shadows(self, group: Group) -> None:
+        """Copies that nobody waits for end, so that they keep nothing in memory."""
+        for key in [
+            key for key, (owner, sequence) in self._state.sequences.items() if owner is group and sequence.request.shadow
+        ]:
+            self.finish(key, "error", ErrorCode.UNAVAILABLE, f"model `{group.model}` leaves memory", retry_after_s=1.0)
+
     def fail_held(self, model: str, message: str, retry_after_s: float) -> None:
         for held in self._state.held.pop(model, []):
             self._refuse(held.request, ErrorCode.UNAVAILABLE, message, retry_after_s)
@@ -186,6 +193,11 @@ class Requests:
     # ------------------------------------------------------------------ parts of submit
 
     def _hold(self, now: float, request: Request, arrival: int, coming: list[Group]) -> None:
+        if request.shadow:
+            self._refuse(
+                request, ErrorCode.UNAVAILABLE, f"model `{request.model}` is not in memory, and a copy brings nothing in"
+            )
+            return
         waiting = self._state.held.setdefault(request.model, [])
         wait = min(self.estimate_s(now, group) for group in coming)
         state = min(coming, key=lambda group: self.estimate_s(now, group))
@@ -230,11 +242,12 @@ class Requests:
             tokens=list(request.prompt),
             max_length=min(len(request.prompt) + request.max_tokens, room) if request.max_tokens else room,
             stop_ids=request.stop_token_ids | eos,
+            since=now,
         )
         self._state.next_sequence += 1
         if not group.batcher.busy and not group.steps:
             group.progress_at = now
-        if request.key[0] != OWN_LINK:
+        if _counts(request):
             group.used_at = now
         self._state.sequences[request.key] = (group, sequence)
         group.batcher.add(sequence)
@@ -255,6 +268,11 @@ def longest(group: Group) -> int:
     """Tokens of the longest sequence that the group can hold: by its context, and by the most KV it may have."""
     assert group.sizing is not None
     return min(group.sizing.context, group.sizing.ceiling_blocks * group.sizing.block_tokens)
+
+
+def _counts(request: Request) -> bool:
+    """Whether it says that the model is used: neither canaries nor copies that nobody waits for do."""
+    return request.key[0] != OWN_LINK and not request.shadow
 
 
 def _problem(request: Request, group: Group) -> str:

@@ -23,6 +23,9 @@ class Request:
     ignore_eos: bool = False
     deadline: float | None = None
     priority: int = 0
+    tenant: str = ""
+    tenant_weight: int = 100
+    shadow: bool = False  # a copy that nobody waits for
 
 
 @dataclass(eq=False, slots=True)
@@ -48,6 +51,9 @@ class Sequence:
     ended: bool = False
     cached_tokens: int = 0
     admitted_before: bool = False
+    since: float = 0.0  # when it came to its group
+    tag: float | None = None  # see `tenant_shares`
+    cost: int = 0  # tokens to compute when it came
 
     @property
     def prompt_tokens(self) -> int:

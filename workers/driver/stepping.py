@@ -1,7 +1,7 @@
 """Sends the steps of all groups in one order, and accounts for what comes back.
 
 A group has at most one step in flight a pipeline stage, and where that pays one more planned ahead, so the groups of a rank take
-turns: nobody's second step passes another's first (rule 7).
+turns: nobody's second step passes another's first, and nobody's steps take more of the time than its share (rule 7).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from workers.driver.effects import Effects
 from workers.driver.group import Group, StepInFlight
 from workers.driver.pool_state import PoolState
 from workers.driver.requests import Requests
+from workers.driver.step_shares import StepShares
 from workers.messages import Step, StepDone
 
 _SPEED_WEIGHT = 0.1  # of the newest step in the moving average
@@ -21,17 +22,15 @@ class Stepper:
         self._state = state
         self._effects = effects
         self._requests = requests
+        self._shares = StepShares()
 
     def pump(self, now: float) -> None:
-        """Start what can start, beginning with another group each time."""
-        groups = [group for group in self._state.groups.values() if group.batcher is not None and group.batcher.busy]
-        if not groups:
-            return
-        self._state.turn += 1
-        first = self._state.turn % len(groups)
-        for group in (*groups[first:], *groups[:first]):
-            while len(group.steps) < _most_steps(group) and self._send_step(now, group):
-                pass
+        """Start what can start: the group that had least of its ranks' time by its weight first (`step_shares`)."""
+        busy = self._shares.look(self._stepping())
+        for group in busy:
+            while len(group.steps) < _most_steps(group) and not self._shares.must_wait(group, busy):
+                if not self._send_step(now, group):
+                    break
 
     def on_done(self, now: float, done: StepDone) -> None:
         """Tokens go out, ends are found. A step that failed ends its requests with the reason; the others are not touched."""
@@ -52,6 +51,7 @@ class Stepper:
         for sequence, token in results:
             self._requests.token(now, group, sequence, token)
         elapsed = max(now - began, 1e-6)
+        self._shares.charge(group, done.seconds or elapsed, self._stepping())
         speed = len(results) * group.wanted.placement.pipeline_parallel / elapsed
         group.tokens_per_s += _SPEED_WEIGHT * (speed - group.tokens_per_s)
 
@@ -64,9 +64,14 @@ class Stepper:
         ]
         return max((now - group.progress_at for group in busy), default=0.0)
 
+    def _stepping(self) -> list[Group]:
+        """Loaded groups whose steps are sent from here."""
+        return [group for group in self._state.groups.values() if group.batcher is not None and not group.hosted]
+
     def _send_step(self, now: float, group: Group) -> bool:
         assert group.batcher is not None
         self._expire_queue(now, group)
+        group.batcher.order(now)
         plan = group.batcher.plan()
         if plan is None:
             return False

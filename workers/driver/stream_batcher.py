@@ -28,7 +28,8 @@ class StreamBatcher(Batcher):
         admitted = []
         while self.waiting and len(self.running) + len(self._ending) < self.concurrency:
             sequence = self.waiting.pop(0)
-            sequence.known_to_ranks = True
+            sequence.known_to_ranks = sequence.admitted_before = True
+            self.shares.begin(sequence)
             insort(self.running, sequence, key=lambda running: running.rank_order)
             admitted.append(sequence)
         return admitted

@@ -32,6 +32,7 @@ class Streams:
             if cancels := batcher.cancels():
                 self._effects.to_engine(group.id, Cancel(cancels))
             self._expire_queue(now, batcher)
+            batcher.order(now)
             for sequence in batcher.admit():
                 self._effects.to_engine(group.id, _generate(sequence))
 

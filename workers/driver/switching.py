@@ -127,9 +127,9 @@ class Switching:
         for group in self._state.groups.values():
             spec, idle_s = group.spec, now - max(group.used_at, group.ready_since)
             if spec.idle_unload_s is not None and idle_s >= spec.idle_unload_s and not self._asked(group):
-                if group.state == "parked" or (group.state == "ready" and group.quiet and not self._park(group, "idle")):
+                if group.state == "parked" or (self._idle(group) and not self._park(group, "idle")):
                     group.drop_asked = True
-            elif spec.idle_park_s is not None and idle_s >= spec.idle_park_s and group.state == "ready" and group.quiet:
+            elif spec.idle_park_s is not None and idle_s >= spec.idle_park_s and self._idle(group):
                 self._park(group, f"idle for {idle_s:.0f} s")
 
     def evict(self, now: float, wanting: Group, shortages: Iterable[Shortage]) -> str:
@@ -210,7 +210,12 @@ class Switching:
         if isinstance(transition, str):
             return transition
         self._move(group, transition.target, reason)
+        self._requests.drop_shadows(group)
         return ""
+
+    def _idle(self, group: Group) -> bool:
+        """It serves, and nobody waits for an answer of it."""
+        return group.state == "ready" and group.op is None and not group.wanted_by_somebody
 
     def _drop(self, group: Group) -> None:
         group.drop_asked = False
@@ -275,7 +280,7 @@ class Switching:
             yield Resident(
                 group_id=group.id,
                 bytes=self._freed(group),
-                quiet=group.quiet,
+                quiet=group.op is None and not group.wanted_by_somebody,  # copies that nobody waits for end with the park
                 idle_s=now - max(group.used_at, group.ready_since),
                 ready_s=now - group.ready_since,
                 priority=group.spec.priority,

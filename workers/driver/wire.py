@@ -35,6 +35,9 @@ def request_of(link: int, submit: pool_pb2.Submit, now: float) -> Request:
         ignore_eos=submit.ignore_eos,
         deadline=now + submit.timeout_ms / 1000 if submit.timeout_ms else None,
         priority=submit.priority,
+        tenant=submit.tenant,
+        tenant_weight=submit.tenant_weight or 100,
+        shadow=submit.shadow,
     )
 
 

@@ -103,6 +103,7 @@ class SimulatedRank:
         self.park_error = ""
         self.wake_error = ""
         self.parkable = True
+        self.step_seconds: dict[str, float] = {}  # by model, what its steps say that they took
         self.parked: set[int] = set()
         self.grow_error = ""
         self.executed: list[Command] = []
@@ -216,7 +217,8 @@ class SimulatedRank:
                 self.last_samples[key] = next_token(known[:end])
                 sampled.append(SampledToken(part.sequence, self.last_samples[key], -0.5))
         last_stage = load.ranks[-load.tensor_parallel]
-        return StepDone(step.step, step.group_id, tuple(sampled), 0.0) if self.rank == last_stage else None
+        seconds = self.step_seconds.get(load.model, 0.0)
+        return StepDone(step.step, step.group_id, tuple(sampled), seconds) if self.rank == last_stage else None
 
 
 class World:
