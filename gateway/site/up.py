@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from gateway.api.config import PoolSpec
+from gateway.api.config import EngineSpec, PoolSpec
 from gateway.api.errors import ErrorCode, YardError, invalid
 from gateway.api.proto import inference_pb2 as inference
 from gateway.api.redis_link import with_site
