@@ -9,6 +9,8 @@ from typing import Literal
 
 import msgspec
 
+from gateway.api.trtllm.features import Features
+
 ModelState = Literal["waiting", "loading", "checking", "ready", "draining", "parked", "failed"]
 """waiting: assigned, not begun · checking: the canary runs · draining: finishes its requests, takes no new ones ·
 parked: a request brings it back."""
@@ -89,6 +91,14 @@ class ModelTotals(msgspec.Struct, frozen=True):
     failed: int = 0  # sequences that ended with an error
 
 
+class TrtllmRecord(msgspec.Struct, frozen=True):
+    """What a pool knows of its TensorRT-LLM. Without features: the problem, or it is being asked."""
+
+    settings_json: str  # EngineSpec
+    features: Features | None = None
+    problem: str = ""
+
+
 class PoolRecord(msgspec.Struct, frozen=True):
     """A pool driver's heartbeat. `incarnation` changes with every start of the driver."""
 
@@ -112,6 +122,7 @@ class PoolRecord(msgspec.Struct, frozen=True):
     rank_restarts: int = 0  # since the driver started
     steps: int = 0
     held: int = 0  # requests that wait for their model
+    trtllm: TrtllmRecord | None = None
 
 
 class GatewayRecord(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from gateway.api.records import DesiredObject, PoolRecord, RankRecord
 from gateway.controller.decision import decide
 from gateway.controller.model_requests import Checkpoints
 from gateway.controller.situation import Decision, Desired, Observed, Placed, PoolSight
+from gateway.servers.engine_plan import with_engine_notes
 from gateway.state.snapshot import Snapshot
 from gateway.state.view import SiteView
 from placement.changes import Change, changes
@@ -25,13 +26,15 @@ class Planner:
     """Runs the controller's own decision over a site as it would be."""
 
     def __init__(self, cache_dir: Path) -> None:
+        self._cache_dir = cache_dir
         self._checkpoints = Checkpoints(cache_dir)
 
     async def plan(
         self, after: Snapshot, pools: dict[str, PoolRecord], placed: tuple[PlacedGroup, ...] | None
     ) -> list[Placement]:
         site, decision = await self._decide(after, pools, placed)
-        return _placements(decision, {name: entry.generation for name, entry in site.models.items()}, pools)
+        rows = _placements(decision, {name: entry.generation for name, entry in site.models.items()}, pools)
+        return await with_engine_notes(rows, site.models, pools, self._cache_dir)
 
     async def why(
         self, model: str, site: Snapshot, pools: dict[str, PoolRecord], placed: tuple[PlacedGroup, ...] | None

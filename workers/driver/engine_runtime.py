@@ -13,6 +13,7 @@ from gateway.api.checkpoint import open_checkpoint
 from gateway.api.checkpoint.checkpoint import Checkpoint
 from gateway.api.config import EngineSpec, ModelSpec
 from gateway.api.errors import YardError, unavailable
+from gateway.api.records import TrtllmRecord
 from gateway.api.trtllm.arguments import Arguments, arguments
 from gateway.api.trtllm.demand import demand_of
 from gateway.api.trtllm.features import Features
@@ -62,6 +63,12 @@ class EngineRuntime:
             raise unavailable(self.problem, ASK_AGAIN_S) from error
         self.problem = ""
         return self.features
+
+    def record(self) -> TrtllmRecord | None:
+        """None where the site has none."""
+        if self.settings.python is None:
+            return None
+        return TrtllmRecord(self.settings.model_dump_json(), self.features, self.problem)
 
     def environment(self, place: Place) -> dict[str, str]:
         return environment(self.settings, self.seat.environment, place.devices, place.ray_address)

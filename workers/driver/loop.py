@@ -270,6 +270,14 @@ class PoolLoop:
         for link in links:
             held.setdefault(link.rank, []).extend(link.welcome.held)
         self._tell(self.core.on_ranks_up, {rank: tuple(shards) for rank, shards in held.items()}, devices)
+        if self._spec.device == "cuda" and "trtllm" in self._spec.engines and self._hosts.runtime.settings.python:
+            self._own(self._learn_engine(), "learn-engine")
+
+    async def _learn_engine(self) -> None:
+        """What TensorRT-LLM can do here, so that plans know it before a model is loaded."""
+        with contextlib.suppress(YardError):  # it is in the record, and a load asks again
+            await self._hosts.runtime.known_features()
+        self.changed()
 
     async def _adopt_ranks(self) -> list[RankLink] | None:
         try:

@@ -52,6 +52,7 @@ class PoolDriverReplica:
         self._answers = AnswerStore(runtime.redis_url, runtime.site, cache_dir)
         self._heartbeat = Heartbeat(runtime.redis_url, runtime.site, pool, actor=f"driver/{pool}")
         launcher = launcher or self._default_launcher()
+        self._engine = EngineRuntime(_engine_settings(runtime), self._seat(), cache_dir)
         self.loop = PoolLoop(
             pool,
             self._spec,
@@ -59,7 +60,7 @@ class PoolDriverReplica:
             reader or CheckpointReader(cache_dir, self._answers),
             self._heartbeat,
             runtime.secret,
-            engine=EngineRuntime(_engine_settings(runtime), self._seat(), cache_dir),
+            engine=self._engine,
         )
         self._server = PoolServer(self.loop, self.record, runtime.secret, listen_address(runtime.bind_host))
         self._unix_offset = time.time() - self.loop.now()
@@ -125,6 +126,7 @@ class PoolDriverReplica:
             rank_restarts=state.rank_restarts,
             steps=state.steps_done,
             held=sum(map(len, state.held.values())),
+            trtllm=self._engine.record() if "trtllm" in self._spec.engines and self._spec.device == "cuda" else None,
             message=state.message if state.message or state.ranks_up else "its ranks are starting",
         )
 
