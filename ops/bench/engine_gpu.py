@@ -34,7 +34,6 @@ from gateway.api.config import KvSpec, LimitsSpec, ModelSpec
 from ops.bench import random_7b
 from ops.bench.gpu_pool import GpuPool
 from ops.bench.timing import Figures, spread, timed_ms
-from workers.memory.copy_engine import Transfer
 from workers.memory.cuda_arena import CudaArena
 from workers.messages import LoadShard, NewSequence, Sampling, SequenceStep, Step, StepDone
 
@@ -176,7 +175,7 @@ def measure_wake(alone: Alone, arena: CudaArena, repeat: int, free_before_bytes:
     for _ in range(repeat):
         resident.append(timed_ms(lambda: alone.prefill(1, prompt)))
         alone.forget(1)
-    save_ms = timed_ms(lambda: _wait(shard.save()))
+    save_ms = timed_ms(shard.save)
     times: dict[str, list[float]] = {"layer_by_layer": [], "after_the_wake": []}
     wakes: list[float] = []
     right = True
@@ -207,11 +206,6 @@ def measure_wake(alone: Alone, arena: CudaArena, repeat: int, free_before_bytes:
         "left_behind_bytes": left_bytes,
         "tokens_right": right,
     }
-
-
-def _wait(transfer: Transfer | None) -> None:
-    if transfer is not None:
-        transfer.wait(WAIT_S)
 
 
 def profile(alone: Alone) -> Figures:

@@ -6,12 +6,14 @@ import json
 import queue
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "engine"))
 
+from gpu_machines import Machine
 from random_checkpoints import greedy, save_random
 from safetensors.torch import load_file, save_file
 from shard_runner import answer
@@ -19,8 +21,23 @@ from shard_runner import load as load_on_cpu
 
 from workers.comm.single import SingleComm
 from workers.engines.torch.cuda.engine import GpuEngine
+from workers.engines.torch.cuda.residency import ParkingSpace
 from workers.memory.arena import HostArena
-from workers.messages import Done, GrowKv, LoadShard, NewSequence, Report, Sampling, SequenceStep, Step, StepDone, UnloadShard
+from workers.messages import (
+    Done,
+    GrowKv,
+    HeldShard,
+    LoadShard,
+    NewSequence,
+    ParkShard,
+    Report,
+    Sampling,
+    SequenceStep,
+    Step,
+    StepDone,
+    UnloadShard,
+    WakeShard,
+)
 from workers.rank.compute import ComputeThread
 
 COUNT = 12
@@ -28,11 +45,12 @@ PROMPT = [5, 9, 77, 3]
 
 
 class Rank:
-    def __init__(self, cache: Path) -> None:
-        self.arena = HostArena(2**30)
+    def __init__(self, cache: Path, machine: Machine | None = None) -> None:
+        """On host memory, or with a machine on its arena, where models can be parked."""
+        self.arena: Any = machine.arena if machine else HostArena(2**30)
         self.reports: queue.SimpleQueue[Report] = queue.SimpleQueue()
         self.fatal: list[str] = []
-        engine = GpuEngine(cache, torch.device("cpu"))
+        engine = GpuEngine(cache, torch.device("cpu"), ParkingSpace(machine.pinned, machine.engine) if machine else None)
         self.compute = ComputeThread(
             0, self.arena, lambda *_: SingleComm(), lambda _: engine, report=self.reports.put, fatal=self.fatal.append
         )
@@ -125,3 +143,60 @@ def test_a_seed_gives_the_text_that_it_gives_on_a_cpu(rank: Rank, tmp_path: Path
     assert [done.sampled[0].token for done in found] == wanted  # type: ignore[union-attr]
     rank.compute.submit(UnloadShard(3, 7))
     rank.wait(Done)
+
+
+def held_after(rank: Rank, command: ParkShard | WakeShard) -> HeldShard:
+    rank.compute.submit(command)
+    done = rank.wait(Done)
+    assert isinstance(done, Done)
+    assert not done.error
+    assert done.held is not None
+    return done.held
+
+
+def test_a_parked_model_leaves_its_pages_and_answers_as_before_when_it_is_back(tmp_path: Path) -> None:
+    """Rule 5: a step in between is refused. The arena is the GPU's, over memory files."""
+    directory = save_random("llama", tmp_path / "llama")
+    machine = Machine(512, real=False)
+    rank = Rank(tmp_path / "cache", machine)
+    load(rank, directory)
+    resident = machine.arena.committed_bytes
+    first = Step(1, 7, (SequenceStep(1, tuple(PROMPT), 0, (0,), True, NewSequence(Sampling())),))
+    rank.compute.submit(first)
+    expected = rank.wait(StepDone)
+    for number in range(2):
+        parked = held_after(rank, ParkShard(2, 7, released=(1,)))
+        assert (parked.parkable, parked.parked, parked.bytes["weights"], parked.bytes["kv"]) == (True, True, 0, 0)
+        assert parked.wake_bytes["weights"] > 0
+        assert parked.standby_bytes > 0
+        assert machine.arena.committed_bytes == 0
+        rank.compute.submit(first)
+        refused = rank.wait(StepDone)
+        assert isinstance(refused, StepDone)
+        assert "parked" in refused.error
+        awake = held_after(rank, WakeShard(3, 7, 8))
+        assert (awake.parked, awake.kv_blocks, awake.wake_bytes) == (False, 8, {})
+        assert machine.arena.committed_bytes == resident
+        rank.compute.submit(first)
+        again = rank.wait(StepDone)
+        assert again.sampled == expected.sampled, number  # type: ignore[union-attr]
+    assert rank.compute.stop(30.0)
+    machine.close()
+
+
+def test_a_wake_that_fails_leaves_the_model_parked(tmp_path: Path) -> None:
+    machine = Machine(512, real=False)
+    rank = Rank(tmp_path / "cache", machine)
+    load(rank, save_random("llama", tmp_path / "llama"))
+    held_after(rank, ParkShard(2, 7))
+    machine.driver.arm("grant", 4)
+    rank.compute.submit(WakeShard(3, 7, 8))
+    done = rank.wait(Done)
+    assert isinstance(done, Done)
+    assert done.error
+    assert done.held is not None
+    assert done.held.parked
+    assert machine.arena.committed_bytes == 0
+    assert held_after(rank, WakeShard(4, 7, 8)).kv_blocks == 8
+    assert rank.compute.stop(30.0)
+    machine.close()

@@ -76,6 +76,7 @@ class ParkedMemory(FixedMemory):
         self._workspace_used_bytes = workspace.used_bytes
         self._standby = Standby(region, weights.used_bytes, [*layer_ends, weights.used_bytes], space.copies)
         self._wake: Transfer | None = None
+        self.awake_bytes: dict[str, int] = {}  # by kind, beside KV: what the last park gave back
 
     @property
     def parked_bytes(self) -> int:
@@ -105,7 +106,9 @@ class ParkedMemory(FixedMemory):
             saving.wait(WAIT_S)
         for copy in self._standby.copies:
             copy.settle(WAIT_S)
+        taken = {"weights": self.weights.committed_bytes, "workspace": self.workspace_bytes}
         self._standby.park()
+        self.awake_bytes = taken
         self.kv.grow(0)
         self._workspace.region.commit(0)
 
@@ -116,10 +119,14 @@ class ParkedMemory(FixedMemory):
             self.kv.grow(blocks)
             self._wake = self._standby.wake()
         except BaseException:
-            self.kv.grow(0)
-            self._workspace.region.commit(0)
+            self.give_up_wake()
             raise
         return self._wake
+
+    def give_up_wake(self) -> None:
+        """The weights do not come: what was taken beside them goes back."""
+        self.kv.grow(0)
+        self._workspace.region.commit(0)
 
     def wait(self, mark: int, stream: torch.cuda.Stream) -> None:
         """Let `stream` go on when mark `mark` of a wake under way has arrived."""

@@ -6,13 +6,14 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from workers.comm.base import GroupComm
 from workers.engines.base import DamagedModelError
 from workers.engines.torch.cuda.draw import Drawn, DrawState, LogProbabilities, draw
-from workers.engines.torch.cuda.residency import FixedMemory, ParkedMemory
+from workers.engines.torch.cuda.residency import WAIT_S, FixedMemory, ParkedMemory
 from workers.engines.torch.cuda.sequences import Part, SequenceTable
 from workers.engines.torch.cuda.stack import BeforeLayer
 from workers.engines.torch.cuda.steps import EagerSteps, GraphSteps
@@ -42,6 +43,20 @@ class PendingStep:
         except DamagedModelError as error:
             return StepDone(self.step.step, self.step.group_id, (), time.perf_counter() - self.began, str(error), damaged=True)
         return StepDone(self.step.step, self.step.group_id, sampled, time.perf_counter() - self.began)
+
+
+@dataclass(frozen=True)
+class WakeUnderWay:
+    memory: ParkedMemory
+    transfer: Transfer
+
+    def wait(self, timeout_s: float) -> None:
+        """Return once the weights are there. When they do not come, KV and workspace are given back too: it stays parked."""
+        try:
+            self.transfer.wait(timeout_s)
+        except RuntimeError:
+            self.memory.give_up_wake()
+            raise
 
 
 class GpuShard:
@@ -97,7 +112,20 @@ class GpuShard:
             precision=facts.precision,
             context=facts.context,
             disk_bytes=facts.disk_bytes,
+            **self._standing_by(),
         )
+
+    def _standing_by(self) -> dict[str, Any]:
+        """What `held` says of parking."""
+        memory = self._memory
+        if not isinstance(memory, ParkedMemory):
+            return {}
+        said: dict[str, Any] = {"parkable": True, "parked": memory.is_parked, "standby_bytes": memory.parked_bytes}
+        if memory.is_parked:
+            # Graphs stay, so what a wake takes comes on top of them.
+            taken = memory.awake_bytes
+            said["wake_bytes"] = {**taken, "workspace": taken["workspace"] + self._extra_bytes}
+        return said
 
     # ---------------------------------------------------------------- steps
 
@@ -152,13 +180,11 @@ class GpuShard:
             self._settle()
         self._memory.kv.grow(blocks)
 
-    @property
-    def parkable(self) -> bool:
-        return isinstance(self._memory, ParkedMemory)
-
-    def save(self) -> Transfer | None:
-        """Begin the copy that `park` needs, unless there is one. MemoryError when host memory does not suffice."""
-        return self._parked_memory().save()
+    def save(self) -> None:
+        """Have the copy that `park` needs. On any thread, beside steps. MemoryError when host memory does not suffice."""
+        saving = self._parked_memory().save()
+        if saving is not None:
+            saving.wait(WAIT_S)
 
     def park(self) -> None:
         """Give weights, KV and workspace back; graphs stay. ValueError while sequences are known (rule 5)."""
@@ -168,13 +194,14 @@ class GpuShard:
         self._settle()
         memory.park()
 
-    def wake(self, blocks: int) -> Transfer:
+    def wake(self, blocks: int) -> WakeUnderWay:
         """Begin to bring the weights back, with `blocks` KV blocks. MemoryError changes nothing.
 
         Steps may follow at once: they wait for their layers one by one, which holds up whoever shares this thread; where others
         have steps to compute, let the transfer end first.
         """
-        return self._parked_memory().wake(blocks)
+        memory = self._parked_memory()
+        return WakeUnderWay(memory, memory.wake(blocks))
 
     def close(self) -> None:
         self._settle()
