@@ -253,7 +253,7 @@ async def run(bench: Bench) -> None:
             async with asyncio.timeout(15):
                 await pool.close(end_ranks=True)
         bench.save()
-    await bench.part("one_shot_sums", 30, 60, lambda: one_shot(bench))
+    await bench.part("memory_not_given", 25, 60, lambda: memory_not_given(bench))
 
 
 async def with_two_gpus(bench: Bench, pool: WatchedPool) -> None:
@@ -315,19 +315,14 @@ def links(bench: Bench) -> Figures:
     return measure_links(13_476_298_752 // (32 * 8) * (32 * 8), 3)
 
 
-async def one_shot(bench: Bench) -> Figures:
-    """Tensor parallel with the sums of decode steps made by one kernel. Its ranks are started with what the cards have."""
-    from workers.comm.nccl import ALL_REDUCE_VARIABLE
-
-    os.environ[ALL_REDUCE_VARIABLE] = "one-shot"
+async def memory_not_given(bench: Bench) -> Figures:
+    """New ranks, which take what the cards have."""
     pool = bench.new_pool(2, None)
     pool.start()
     try:
         await pool.until(lambda: pool.core.state.ranks_up, 40)
         await pool.bring({"13b-two": (bench.spec("13b", 8, 6), BOTH)}, 50)
-        found = await single_stream(bench, pool, "13b-two", 3)
-        found["ledger"] = pool.ledger()
-        return found
+        return {**await single_stream(bench, pool, "13b-two", 3), "ledger": pool.ledger()}
     finally:
         bench.keep_log(pool)
         with contextlib.suppress(Exception):

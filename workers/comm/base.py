@@ -30,7 +30,7 @@ class GroupComm(Protocol):
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sum over the tensor-parallel shards of this stage, in place or in a tensor of its own. Shape and dtype as given."""
+        """Sum over the tensor-parallel shards of this stage, in place. Shape and dtype as given; contiguous."""
         ...
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:

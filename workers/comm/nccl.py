@@ -8,8 +8,6 @@ captured into CUDA graphs.
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,12 +25,7 @@ from torch._C._distributed_c10d import (  # torch.distributed exports some of th
 )
 
 from gateway.api.errors import ErrorCode, YardError
-from workers.comm.one_shot import OneShotSum
 
-log = logging.getLogger(__name__)
-
-ALL_REDUCE_VARIABLE = "MODELYARD_ALL_REDUCE"
-"""`one-shot`: small sums by one kernel of each GPU, where their memory can be shared. Else NCCL makes all of them."""
 BACKENDS = {"cuda": "ProcessGroupNCCL", "cpu": "ProcessGroupGloo"}
 
 
@@ -85,7 +78,6 @@ class DistributedComm:
         self._line = ranks[self.tensor_rank :: tensor_parallel]
         self._shards: Any = None
         self._stages: Any = None
-        self._one_shot: OneShotSum | None = None
         self._quiet = False
         self.taken_bytes = 0
 
@@ -99,18 +91,7 @@ class DistributedComm:
             for group in (self._shards, self._stages):
                 if group is not None:
                     group.eager_connect_single_device(self._meeting.device)
-            self._one_shot = self._meet_for_sums()
         self.taken_bytes = max(0, self._meeting.taken_bytes() - before)
-
-    def _meet_for_sums(self) -> OneShotSum | None:
-        if self.tensor_size == 1 or os.environ.get(ALL_REDUCE_VARIABLE) != "one-shot":
-            return None
-        meeting, name = self._meeting, f"{self._name}-stage-{self.stage}-sums"
-        try:
-            return OneShotSum(PrefixStore(name, meeting.store), name, self.tensor_rank, self.tensor_size, meeting.device)
-        except RuntimeError as error:
-            log.warning("%s: NCCL makes all sums, the GPUs cannot share memory for small ones: %s", self._name, error)
-            return None
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -123,8 +104,6 @@ class DistributedComm:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         if self._shards is None or self._quiet:
             return tensor
-        if self._one_shot is not None and self._one_shot.fits(tensor):
-            return self._one_shot(tensor)
         options = AllreduceOptions()
         options.asyncOp = False
         _wait(self._shards.allreduce([tensor], options))

@@ -40,13 +40,13 @@ class GpuRank(DeviceRank):
             )
         # Ray shows a rank the GPU of its bundle only; ranks that were started otherwise share what there is.
         device = torch.device("cuda", config.rank % torch.cuda.device_count())
-        foreign = _used_before(device)
+        used_before = _used_bytes(device)
         try:
             driver = CudaDriver(device.index)
         except RuntimeError as error:
             raise YardError(ErrorCode.INVALID, f"pool `{config.pool}`, rank {config.rank}: {error}") from error
         free, total = driver.memory_info()
-        foreign = 0 if foreign is None else foreign
+        foreign = max(0, used_before - _reserved_bytes(device, total)) if used_before else 0
         context = max(0, total - free - foreign)
         capacity = min(config.capacity_bytes or total, total - RESERVE_BYTES)
         room = capacity - context - DeviceMemory(capacity, total, free, context, foreign, 0).intruding_bytes
@@ -71,10 +71,23 @@ class GpuRank(DeviceRank):
         return GpuLoad(uuid, gpu_link_bytes_per_s(self._device))
 
 
-def _used_before(device: torch.device) -> int | None:
-    """Bytes of the card in use before this process has a context there. None without NVML."""
+def _used_bytes(device: torch.device) -> int:
+    """Of the card, by NVML: asked before this process has a context there. 0 without NVML."""
     try:
         return torch.cuda.device_memory_used(device)
     except (ImportError, RuntimeError) as error:
         log.warning("NVML does not answer (%s): what other processes use counts as this one's context", error)
-        return None
+        return 0
+
+
+def _reserved_bytes(device: torch.device, total_bytes: int) -> int:
+    """What NVML calls used and CUDA does not have: the driver's own share of the card, 615 MiB on an H200."""
+    try:
+        import pynvml  # pyright: ignore[reportMissingImports]
+
+        pynvml.nvmlInit()
+        card = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return int(pynvml.nvmlDeviceGetMemoryInfo(card).total) - total_bytes
+    except Exception as error:  # noqa: BLE001 - an optional package over an optional driver library: both fail in their own ways
+        log.warning("NVML does not say what the driver keeps of the card: %s: %s", type(error).__name__, error)
+        return 0
