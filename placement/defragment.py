@@ -30,7 +30,7 @@ from placement.types import ModelRequest, Move, PlacedGroup, Snapshot
 
 _CHOICES_IN_DOMAIN = 70  # all of 8 devices; of wider domains, neighbours only
 _TRIALS = 200
-_DEEP_TRIALS = 20
+_DEEP_PART = 10  # of the trials, tried again with groups that move on
 _DEEP_STEPS = 3000
 
 
@@ -52,10 +52,13 @@ class _Choice:
     evicted: tuple[PlacedGroup, ...]
 
 
-def make_room(snapshot: Snapshot, request: ModelRequest, degree: int, busy: Collection[str] = ()) -> Room | None:
+def make_room(
+    snapshot: Snapshot, request: ModelRequest, degree: int, busy: Collection[str] = (), trials: int = _TRIALS
+) -> Room | None:
     """Room for one more group of `request` at tensor parallel `degree`; with no moves where it fits as it is.
 
-    `busy` names models that must not move now. None when no room can be made by moving each group at most once.
+    `busy` names models that must not move now; `trials` bounds the choices of devices that are tried. None when no room can be
+    made by moving each group at most once.
     """
     # Those that take turns have no memory to give.
     snapshot = replace(snapshot, placed=tuple(group for group in snapshot.placed if not group.standby))
@@ -65,14 +68,14 @@ def make_room(snapshot: Snapshot, request: ModelRequest, degree: int, busy: Coll
     choices = sorted(_choices(snapshot, request, degree, stay, free), key=_cost)
     islands = []
     best: Room | None = None
-    for choice in choices[:_TRIALS]:
+    for choice in choices[:trials]:
         if best is not None and choice.moves >= len(best.moves):
             break  # those that follow need as many at least
         need = group_footprint(request, degree, 1, free.domains[choice.index].kind)[0].total
         island = PlacedGroup(request.name, choice.pool, choice.ranks, degree, 1, (need,) * degree)
         islands.append((island, choice.evicted))
         best = _fewer(best, island, _move_away(snapshot, request, island, choice.evicted))
-    for island, evicted in islands[:_DEEP_TRIALS]:
+    for island, evicted in islands[: trials // _DEEP_PART]:
         if best is not None and len(evicted) >= len(best.moves):
             break
         best = _fewer(best, island, _move_on(snapshot, request, island, evicted, stay))

@@ -1,4 +1,4 @@
-"""The chart of a simulation: memory, switches and SLO over time, as a PNG. Needs matplotlib, of the extra `chart`."""
+"""The chart of a simulation: memory, switches and SLO over time, as a PNG. Needs matplotlib, which comes separately."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def draw(outcome: Outcome, title: str, file: Path) -> None:
     try:
         from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     except ImportError as error:
-        raise invalid("a chart needs matplotlib: `pip install 'modelyard[chart]'`, or leave --chart out") from error
+        raise invalid("a chart needs matplotlib: `.venv/bin/pip install matplotlib`, or leave --chart out") from error
     times = [sample.time_s for sample in outcome.samples]
     figure = Figure(figsize=(10, 8), layout="constrained")
     memory, switches, slo = figure.subplots(3, 1, sharex=True)
