@@ -119,6 +119,12 @@ class GpuPool:
     def judge_canary(self, group_id: int, model: str, spec: ModelSpec, placement: str, tokens: Sequence[int]) -> None:
         self._events.put(lambda: self.core.on_canary_judged(time.monotonic(), group_id, ""))
 
+    def to_engine(self, group_id: int, message: object) -> None:
+        raise RuntimeError("all engines of this pool run in its rank")
+
+    def drop_engine(self, group_id: int) -> None:
+        raise RuntimeError("all engines of this pool run in its rank")
+
     def restart_ranks(self, reason: str) -> None:
         raise RuntimeError(reason)
 
