@@ -46,6 +46,10 @@ def _print_status(status: SiteStatus) -> None:
         if model.name not in placed:
             groups.append((model.name, "-", "-", "-", "-", "unplaced", 0, 0, "; ".join(unplaced.get(model.name, ()))))
     printing.table(header, groups, nothing="no model")
+    switches = [row for pool in status.pools for row in _switch_rows(pool)]
+    if switches:
+        typer.echo()
+        printing.table(("POOL", "SWITCH", "COUNT", "LAST", "MEDIAN", "LONGEST"), switches, nothing="")
     typer.echo()
     routes = [
         (
@@ -88,6 +92,19 @@ def _group_rows(pool: PoolRecord) -> list[tuple[object, ...]]:
         ranks = ",".join(map(str, group.ranks))
         rows.append((group.model, pool.pool, ranks, shape, group.precision, state, group.running, group.waiting, _note(group)))
     return rows
+
+
+def _switch_rows(pool: PoolRecord) -> list[tuple[object, ...]]:
+    """What bringing models in and out took, by path."""
+    return [
+        (
+            pool.pool,
+            switch.path,
+            switch.count,
+            *(f"{seconds * 1000:.0f} ms" for seconds in (switch.last_s, switch.median_s, switch.longest_s)),
+        )
+        for switch in pool.switches
+    ]
 
 
 def _note(group: GroupRecord) -> str:
