@@ -93,6 +93,22 @@ class CanarySpec(Strict):
     )
 
 
+class ScalingSpec(Strict):
+    """Replicas by load: sequences that run or wait, over what the ready replicas can run at once."""
+
+    min_replicas: int = Field(default=1, ge=1, le=256, description="Not parked ones: a model without requests parks by itself.")
+    max_replicas: int = Field(ge=1, le=256)
+    target_load: float = Field(default=0.8, gt=0, le=1, description="Above it for up_after_s there is one replica more.")
+    up_after_s: float = Field(default=5.0, ge=0)
+    down_after_s: float = Field(default=120.0, ge=0, description="One less when that stays well below target_load for so long.")
+
+    @model_validator(mode="after")
+    def _check(self) -> ScalingSpec:
+        if self.max_replicas < self.min_replicas:
+            raise ValueError("max_replicas must not be below min_replicas")
+        return self
+
+
 class ModelSpec(Strict):
     source: str = Field(
         description="package:NAME (a GGUF or safetensors inside an installed Python package), file:PATH (a .gguf file or a "
@@ -106,6 +122,7 @@ class ModelSpec(Strict):
     pipeline_parallel: int | Literal["auto"] = "auto"
     context: int | None = Field(default=None, ge=16, description="Tokens of prompt plus answer. Default: the checkpoint's.")
     replicas: int = Field(default=1, ge=0, le=256, description="Worker groups. 0 keeps the model known but unplaced.")
+    scaling: ScalingSpec | None = Field(default=None, description="Replicas by load. Then `replicas` is how many it begins with.")
     pools: tuple[Name, ...] = Field(default=(), description="Pools it may be placed in. Empty: any.")
     priority: int = Field(default=0, ge=-100, le=100)
     residency: Literal["resident", "auto"] = Field(default="auto", description="resident: never parked.")

@@ -19,6 +19,7 @@ from gateway.api.tasks import cancelled
 from gateway.controller.decision import decide
 from gateway.controller.effects import Effects, StaleFence, Unreachable
 from gateway.controller.model_requests import Checkpoints
+from gateway.controller.scaling import Scaler
 from gateway.controller.sights import Sights
 from gateway.controller.situation import (
     Ack,
@@ -67,6 +68,7 @@ class ControllerLoop:
         self._clock = clock
         self._wake = asyncio.Event()
         self._sights = Sights(clock)
+        self._scaler = Scaler()
         self._fence = 0
         self._groups: tuple[PlacedGroup, ...] | None = None
         self._unplaced: dict[str, tuple[str, ...]] = {}
@@ -141,7 +143,9 @@ class ControllerLoop:
             return
         if fence != self._fence:
             await self._begin(fence)
-        desired = Desired(self._checkpoints.asked(self._view.models), self._view.desired_pools)
+        asked = self._checkpoints.asked(self._view.models)
+        models = self._scaler.scaled(asked, self._view.pools.values(), self._groups or (), self._clock())
+        desired = Desired(models, self._view.desired_pools)
         apps, devices_held = await self._look_at_apps()
         observed, happened = self._sights.look(self._view.pools, apps, devices_held, desired.pools)
         now = self._clock()
@@ -159,7 +163,7 @@ class ControllerLoop:
         log.info("controller %s acts with fencing token %d", self._owner, fence)
         self._groups = await self._effects.placement()
         self._refused = frozenset(self._view.controller.unplaced) if self._view.controller else frozenset()
-        self._acks, self._apps, self._sights = {}, None, Sights(self._clock)
+        self._acks, self._apps, self._sights, self._scaler = {}, None, Sights(self._clock), Scaler()
         self._fence = fence
 
     async def _look_at_apps(self) -> tuple[dict[str, AppSight], frozenset[str]]:

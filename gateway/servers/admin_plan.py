@@ -11,6 +11,7 @@ from gateway.api.proto.admin_pb2 import Placement
 from gateway.api.records import DesiredObject, PoolRecord, RankRecord
 from gateway.controller.decision import decide
 from gateway.controller.model_requests import Checkpoints
+from gateway.controller.scaling import as_placed
 from gateway.controller.situation import Decision, Desired, Observed, Placed, PoolSight
 from gateway.servers.engine_plan import with_engine_notes
 from gateway.state.snapshot import Snapshot
@@ -63,6 +64,7 @@ class Planner:
         for name, entry in site.desired_pools.items():
             if name not in sights:
                 sights[name] = PoolSight(future_pool(name, entry.spec))
+        models = as_placed(models, placed or ())
         return site, decide(Desired(models, site.desired_pools), Observed(pools=sights), Placed(groups=placed))
 
 

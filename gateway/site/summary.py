@@ -26,7 +26,10 @@ def summarize(status: SiteStatus) -> Summary:
         problems.append("no controller")
     groups = [group for pool in status.pools for group in pool.groups]
     for model in status.models:
-        wanted = model.manifest.get("spec", {}).get("replicas", 1)
+        spec = model.manifest.get("spec", {})
+        wanted = spec.get("replicas", 1)
+        if scaling := spec.get("scaling"):
+            wanted = min(wanted, scaling.get("min_replicas", 1))
         ready = [group for group in groups if group.model == model.name and group.state in ("ready", "parked")]
         if len(ready) < wanted:
             problems.append(f"model {model.name} has {len(ready)} of {wanted} groups ready")
