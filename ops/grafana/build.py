@@ -31,6 +31,10 @@ def quantile(q: float, name: str, by: str) -> str:
     return _QUANTILE.format(q=q, name=name, by=by)
 
 
+def computed(what: str) -> str:
+    return f"sum by (model) (max by (pool, model) (rate(modelyard_pool_{what}_tokens_total[$__rate_interval])))"
+
+
 REQUESTS = "rate(modelyard_requests_total[$__rate_interval])"
 DASHBOARDS: dict[str, tuple[str, list[Panel]]] = {
     "capacity": (
@@ -83,10 +87,7 @@ DASHBOARDS: dict[str, tuple[str, list[Panel]]] = {
             ),
             Panel(
                 "KV hit rate",
-                {
-                    "{{model}}": "sum by (model) (max by (pool, model) (rate(modelyard_pool_cached_tokens_total[$__rate_interval])))"
-                    " / (sum by (model) (max by (pool, model) (rate(modelyard_pool_prompt_tokens_total[$__rate_interval]))) > 0)"
-                },
+                {"{{model}}": f"{computed('cached')} / ({computed('prompt')} > 0)"},
                 "percentunit",
             ),
             Panel(
