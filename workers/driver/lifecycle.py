@@ -67,7 +67,8 @@ class Lifecycle:
         5. What somebody asks for goes before what nobody asks for, then by priority and name. What stands by is woken; what waits
            is loaded: facts, then sizes, then the ledger on all ranks (rule 3), then the load. One lifecycle operation a model,
            one load a rank. When the ledger is short: KV above floors is called back; failing that, idle models are parked;
-           failing that, the old generation of the same model makes room; failing that, it waits with the reason.
+           failing that, the old generation of the same model makes room; failing that, it waits with the reason, or stands
+           back until it is asked for where only higher priority is in its way.
         """
         if not self._state.ranks_up:
             return
@@ -250,7 +251,7 @@ class Lifecycle:
                 self._drain(other)
         if old:
             self._to(group, group.state, f"the old generation makes room ({shortages})")
-        else:
+        elif not self.switching.stand_back(now, group, full.shortages):
             text = f"memory: {shortages}; unload a model of this pool, lower kv.floor, or raise the pool's memory"
             self._to(group, group.state, text)
 

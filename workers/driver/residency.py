@@ -18,7 +18,20 @@ from typing import Literal
 
 State = Literal["cold", "waiting", "loading", "checking", "ready", "parking", "parked", "waking", "draining", "failed"]
 Event = Literal[
-    "want", "load", "loaded", "answered", "park", "parked", "park_failed", "wake", "woken", "drop", "drain", "fail", "retry"
+    "want",
+    "stand_back",
+    "load",
+    "loaded",
+    "answered",
+    "park",
+    "parked",
+    "park_failed",
+    "wake",
+    "woken",
+    "drop",
+    "drain",
+    "fail",
+    "retry",
 ]
 Effect = Literal["", "load", "check", "serve", "hold_new", "give_back", "wake", "unload", "unload_when_quiet"]
 
@@ -61,6 +74,10 @@ def asked_for(situation: Situation) -> str:
     return "" if situation.asked else "nobody asks for it"
 
 
+def not_asked_for(situation: Situation) -> str:
+    return "somebody asks for it" if situation.asked else ""
+
+
 def once(situation: Situation) -> str:
     """Rule 6: it is brought in once, however many ask."""
     return "it is on its way already" if situation.bringing else ""
@@ -81,6 +98,8 @@ _CAN_FAIL: tuple[State, ...] = ("waiting", "loading", "waking", "parked", "cold"
 
 TRANSITIONS: tuple[Transition, ...] = (
     Transition("cold", "want", "waiting", (asked_for, once)),
+    # What is in memory is worth more, and nobody asks for it yet.
+    Transition("waiting", "stand_back", "cold", (not_asked_for,)),
     Transition("waiting", "load", "loading", (serial,), "load"),
     Transition("loading", "loaded", "checking", (), "check"),
     Transition("checking", "answered", "ready", (), "serve"),

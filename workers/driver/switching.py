@@ -152,6 +152,19 @@ class Switching:
             names.add(group.model)
         return f"{', '.join(sorted(names))} parked to make room" if names else ""
 
+    def stand_back(self, now: float, group: Group, shortages: Iterable[Shortage]) -> bool:
+        """Nobody asks for it, and only what is worth more is in its way: it comes in once it is asked for."""
+        moving = ("loading", "checking", "waking", "parking", "draining")
+        beside = [other for other in self._state.groups.values() if not set(other.ranks).isdisjoint(group.ranks)]
+        if any(other.state in moving for other in beside) or isinstance(self._decide(group, "stand_back"), str):
+            return False
+        missing = {shortage.rank: shortage.asked_bytes - shortage.free_bytes for shortage in shortages}
+        asks = Wanting(group.spec.priority, asked=True, waited_s=0.0)
+        if make_room(self._residents(now, group), asks, missing) is None:
+            return False
+        self._move(group, "cold", "comes in when it is asked for: what is in memory has higher priority")
+        return True
+
     # ------------------------------------------------------------------ events
 
     def on_done(self, now: float, group: Group, op: Op) -> None:

@@ -9,8 +9,10 @@ from pool_world import World, wanted
 
 from gateway.api.config import LimitsSpec
 from gateway.api.errors import ErrorCode
+from gateway.api.proto.pool_pb2 import Submit
 from workers.driver.group import Wanted
 from workers.driver.step_shares import LEAD_S
+from workers.driver.wire import request_of
 from workers.messages import Step
 
 ONE = LimitsSpec(concurrency=1, queue=200, batch_tokens=32)
@@ -149,3 +151,10 @@ def test_copies_come_last_wake_nobody_and_keep_nothing_in_memory() -> None:
     world.run()
     assert world.error(late) is ErrorCode.UNAVAILABLE
     assert world.states() == ["parked"], "a copy woke it"
+
+
+def test_what_gateways_say_of_tenants_and_copies_arrives() -> None:
+    submit = Submit(id=5, model="m", prompt_ids=[1], tenant="t", tenant_weight=300, shadow=True)
+    request = request_of(1, submit, 0.0)
+    assert (request.tenant, request.tenant_weight, request.shadow) == ("t", 300, True)
+    assert request_of(1, Submit(id=6, model="m"), 0.0).tenant_weight == 100, "0 reads as 100"

@@ -12,6 +12,7 @@ from placement.parking import TURN_S, Candidate, choose
 from workers.driver.group import Wanted
 from workers.driver.host_memory import standby_capacities
 from workers.driver.observe import group_records, switch_records
+from workers.driver.requests import LONGEST_HOLD_S
 from workers.driver.residency import TRANSITIONS, Situation, allowed, decide
 from workers.driver.switching import PARK_AGAIN_AFTER_S
 from workers.messages import LoadShard, ParkShard, UnloadShard, WakeShard, Welcome
@@ -263,6 +264,33 @@ def test_ranks_of_a_node_share_what_it_has_left() -> None:
     assert standby_capacities(cuda, [80 * MIB] * 3, welcomes) == {0: 5 * MIB // 2, 1: 5 * MIB // 2, 2: 5 * MIB}, (
         "cards have their own"
     )
+
+
+def test_a_model_of_lower_priority_stands_back_until_it_is_asked_for() -> None:
+    """It is no failure: a site with it is up, and its first request brings it in."""
+    world = World(capacity_mib=ONE_FITS_MIB).ready(wanted("a", priority=10))
+    world.assign(wanted("a", priority=10), wanted("b"))
+    world.run()
+    assert (world.states("a"), world.states("b")) == (["ready"], ["cold"])
+    assert "when it is asked for" in world.group("b").reason
+    assert [record.state for record in group_records(world.core.state, 0)] == ["ready", "parked"]
+    key = world.submit(model="b", max_tokens=2)
+    world.run()
+    assert world.texts[key] == expected_text((1, 2, 3), 2)
+    assert (world.states("a"), world.states("b")) == (["parked"], ["ready"])
+
+
+def test_nobody_is_held_for_ever() -> None:
+    """Rule 6: bounded, also in time."""
+    world = World(capacity_mib=ONE_FITS_MIB).ready(wanted("a", residency="resident"))
+    world.assign(wanted("a", residency="resident"), wanted("b"))
+    world.run()
+    key = world.submit(model="b")
+    world.later(LONGEST_HOLD_S - 1)
+    assert key not in world.ends
+    world.later(2)
+    assert world.error(key) == ErrorCode.UNAVAILABLE
+    assert "did not come in" in world.ends[key].error_message
 
 
 # ------------------------------------------------------------------ idle, and by hand
