@@ -19,6 +19,7 @@ PRIORITY_DOUBLES = 10  # so many steps of priority are worth twice the time
 class StepShares:
     def __init__(self) -> None:
         self._clocks: dict[int, float] = {}  # by rank: the slowest clock of those that compute there, never going back
+        self._done_at: dict[int, float] = {}  # by rank: when its last step ended
 
     def look(self, groups: Iterable[Group]) -> list[Group]:
         """Those that compute, slowest clock first. One that has something to do again does not catch up on what it did not ask
@@ -38,8 +39,11 @@ class StepShares:
             for other in busy
         )
 
-    def charge(self, group: Group, seconds: float, groups: Iterable[Group]) -> None:
-        """A step of it took so long."""
+    def charge(self, group: Group, sent_at: float, now: float, groups: Iterable[Group]) -> None:
+        """A step of it is done. Ranks compute in order, so it took them from the end of what they did before, or from when it
+        was sent; what it waited for others is theirs."""
+        seconds = now - max(sent_at, *(self._done_at.get(rank, 0.0) for rank in group.ranks))
+        self._done_at.update(dict.fromkeys(group.ranks, now))
         group.clock_s += seconds / 2.0 ** (group.spec.priority / PRIORITY_DOUBLES)
         computing = [other for other in groups if other.computing]
         for rank in group.ranks:

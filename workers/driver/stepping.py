@@ -51,7 +51,7 @@ class Stepper:
         for sequence, token in results:
             self._requests.token(now, group, sequence, token)
         elapsed = max(now - began, 1e-6)
-        self._shares.charge(group, done.seconds or elapsed, self._stepping())
+        self._shares.charge(group, step.sent_at, now, self._stepping())
         speed = len(results) * group.wanted.placement.pipeline_parallel / elapsed
         group.tokens_per_s += _SPEED_WEIGHT * (speed - group.tokens_per_s)
 

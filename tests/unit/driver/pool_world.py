@@ -319,6 +319,7 @@ class World:
                 answer = self.ranks[rank].execute(inbox.popleft())
                 worked = True
                 if isinstance(answer, StepDone):
+                    self.now += answer.seconds
                     self.core.on_step_done(self.now, answer)
                 elif answer is not None:
                     self.core.on_op_done(self.now, rank, answer)

@@ -15,6 +15,7 @@ from workers.driver.step_shares import LEAD_S
 from workers.driver.wire import request_of
 from workers.messages import Step
 
+TURN_S = 0.01  # that the simulated world takes for every command
 ONE = LimitsSpec(concurrency=1, queue=200, batch_tokens=32)
 
 
@@ -25,7 +26,7 @@ def times(world: World, seconds: dict[str, float], turns: int) -> dict[str, floa
     for _ in range(turns):
         world.turn()
     steps = Counter(models[command.group_id] for _, command in world.sent[began:] if isinstance(command, Step))
-    return {model: count * seconds[model] for model, count in steps.items()}
+    return {model: count * (seconds[model] + TURN_S) for model, count in steps.items()}
 
 
 def busy(*models: Wanted, seconds: dict[str, float]) -> World:
