@@ -1,4 +1,4 @@
-"""engine check: whether a model answers as its reference does."""
+"""engine check, and the other commands on engines: whether a model answers as its reference does."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.api.errors import ErrorCode, YardError
-from gateway.cli import printing
+from gateway.cli import engine_artifacts, printing
 from gateway.cli.options import Output, OutputOption, ServerOption, connect
 
 if TYPE_CHECKING:
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(help="Engines, and models that were built or quantized.", no_args_is_help=True, rich_markup_mode=None)
-    group.command()(check)
+    for command in (check, engine_artifacts.quantize, engine_artifacts.build):
+        group.command()(command)
     app.add_typer(group, name="engine")
 
 

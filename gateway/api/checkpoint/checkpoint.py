@@ -95,6 +95,12 @@ def _gguf_parts(path: Path) -> list[Path]:
 
 def _open_directory(source: str, path: Path, cache_dir: Path) -> Checkpoint:
     config = read_json(path / "config.json")
+    if "build_config" in config and "pretrained_config" in config:
+        raise invalid(
+            f"{path}: it is a TensorRT engine, which this release builds and checks but does not serve; name the Hugging Face "
+            "checkpoint that it was built from, quantized by `yard engine quantize` where it must be smaller",
+            field="source",
+        )
     generation_file = path / "generation_config.json"
     generation = read_json(generation_file) if generation_file.is_file() else {}
     tensors = read_safetensors_dir(path)

@@ -1,0 +1,1 @@
+"""Stands in for nvidia-modelopt: its names, and a checkpoint in the form that it writes."""
