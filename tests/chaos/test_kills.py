@@ -109,6 +109,7 @@ def test_the_driver(house: House, loaded: Load) -> None:
     psutil.Process(before.pid).kill()
     house.wait_until("a new driver", lambda s: bool(s.pools) and s.pools[0].incarnation != before.incarnation, 60)
     heals(house, loaded, "driver", 60)
+    assert not [switch for switch in house.status().pools[0].switches if switch.path == "load"], "weights were read again"
     assert {rank.pid for rank in house.status().pools[0].ranks} == {rank.pid for rank in before.ranks}
 
 
