@@ -260,8 +260,10 @@ def test_an_idle_model_moves_for_one_that_fits_nowhere_and_a_busy_one_stays() ->
     )
     for running, expected in ((0, [("large", "p", (0,)), ("m", "q", (0,))]), (1, [("m", "p", (0,))])):
         serving = msgspec.structs.replace(group(), running=running)
-        decision = decide(site, observed(record("p", serving), record("q")), Placed(placed(("m", "p", 0))))
+        seen = observed(record("p", serving), record("q"))
+        decision = decide(site, seen, Placed(placed(("m", "p", 0))))
         assert places(decision) == expected
+        assert places(decide(site, seen, Placed(decision.groups))) == expected  # and does not move back
         assert ("large" in decision.unplaced) == bool(running)
 
 
