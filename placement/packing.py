@@ -16,20 +16,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from placement.candidate import (
-    Candidate,
-    Order,
-    PoolFacts,
-    allowed,
-    degree_bounds,
-    engines_everywhere,
-    is_choosy,
-    pool_facts,
-    total_bytes,
-)
+from placement.candidate import Candidate, Order, total_bytes
 from placement.free_memory import Domain, FreeMemory
 from placement.load import BusyDevices, load_notes, share_of
 from placement.parallelism import degree_problems, degrees
+from placement.pools import PoolFacts, Pools
 from placement.refusal import DEVICES_LISTED, refusal
 from placement.remedies import remedies
 from placement.replicas import Replicas
@@ -54,10 +45,7 @@ class Packer:
         self.free = FreeMemory(snapshot.devices)
         self.busy = BusyDevices()
         self._standby = StandbyMemory(snapshot.devices)
-        engines = {device.pool: device.engines for device in snapshot.devices}
-        self._pools = {name: pool_facts(name, domains, engines[name]) for name, domains in self.free.pools.items()}
-        self._bounds = degree_bounds(self._pools.values())
-        self._run_everywhere = engines_everywhere(engines.values())
+        self._pools = Pools(self.free.pools, snapshot.devices)
         self._models = {request.name: Candidate(request) for request in snapshot.models}
 
     def plan(self, order: Order | None = None) -> Plan:
@@ -115,7 +103,7 @@ class Packer:
             return []
         pairs = [
             (pair, kind)
-            for kind, bounds in sorted(self._bounds.items())
+            for kind, bounds in sorted(self._pools.bounds.items())
             if request.device in (None, kind)
             for pair in degrees(request, kind, *bounds)
         ]
@@ -141,7 +129,7 @@ class Packer:
             sizes = model.stage_bytes(tensor, pipeline, kind)
             each = tuple(size for size in sizes for _ in range(tensor))
             found: list[tuple[int, PlacedGroup]] = []
-            for pool in self._candidates(model.request, kind):
+            for pool in self._pools.candidates(model.request, kind):
                 able = self._able(model, tensor, pipeline, pool, uncrowded=False)
                 spot = self._standby.find(able, tensor, sizes, model.replicas.ranks.get(pool.name, ()))
                 if spot is not None:
@@ -170,8 +158,8 @@ class Packer:
                 pair: model.stage_bytes(*pair, pool.kind)
                 for pair in degrees(request, pool.kind, pool.largest_domain, pool.devices)
             }
-            for pool in self._pools.values()
-            if allowed(request, pool)
+            for pool in self._pools
+            if pool.allows(request)
         }
         blocked = {
             name for name in needs if name in model.replicas.ranks and self._search(Candidate(replace(request, pools=(name,))))
@@ -203,7 +191,7 @@ class Packer:
             spot = self._one_stage(model, tensor, sizes[0], kind, uncrowded=uncrowded)
             return None if spot is None else (spot.domain.key[0], spot.ranks)
         best, replicas = None, model.replicas
-        for pool in self._candidates(model.request, kind):
+        for pool in self._pools.candidates(model.request, kind):
             able = self._able(model, tensor, pipeline, pool, uncrowded=uncrowded)
             domains = [replicas.rest(domain) for domain in able]
             found = place_stages(domains, tensor, sizes, self._policy, replicas.closeness)
@@ -226,20 +214,16 @@ class Packer:
     def _one_stage(self, model: Candidate, tensor: int, need_bytes: int, kind: str, *, uncrowded: bool) -> Spot | None:
         """The best spot that is farthest from the model's other groups and shares no device with them."""
         request, replicas = model.request, model.replicas
-        if is_choosy(request, self._run_everywhere):
+        if self._pools.is_choosy(request):
             domains = [
                 domain
-                for pool in self._candidates(request, kind)
+                for pool in self._pools.candidates(request, kind)
                 for domain in self._able(model, tensor, 1, pool, uncrowded=uncrowded)
             ]
             spots = iter(self._policy.among(domains, tensor, need_bytes))
         else:
             spots = self._policy.everywhere(self.free, kind, tensor, need_bytes, replicas.closeness)
         return replicas.farthest(spots, self._policy, tensor, need_bytes)
-
-    def _candidates(self, request: ModelRequest, kind: str) -> list[PoolFacts]:
-        pools = (self._pools[name] for name in sorted(request.pools or self._pools) if name in self._pools)
-        return [pool for pool in pools if pool.kind == kind and allowed(request, pool)]
 
     def _keep(self) -> tuple[list[PlacedGroup], list[PlacedGroup]]:
         """Reserve what stays; what does not is unloaded, with every group of a model that is no longer asked for."""
@@ -288,10 +272,8 @@ class Packer:
         return (group.standby, *rank, *_by_place(group))
 
     def _still_right(self, group: PlacedGroup, request: ModelRequest) -> bool:
-        pool = self._pools.get(group.pool)
         return (
-            pool is not None
-            and allowed(request, pool)
+            self._pools.allows(group.pool, request)
             and request.tensor_parallel in (None, group.tensor_parallel)
             and request.pipeline_parallel in (None, group.pipeline_parallel)
             and self._stages_are_whole(group)
