@@ -70,6 +70,7 @@ class PoolLink:
         self._on_change = on_change
         self._on_load = on_load
         self._states: dict[str, Counter[str]] = {}
+        self._ranks_alive = True
         self.load = PoolLoad()
         self._flights: dict[int, tuple[Flight, int]] = {}
         self._held: set[int] = set()  # of the flights, those whose model is being brought in
@@ -92,6 +93,7 @@ class PoolLink:
         for group in record.groups:
             states.setdefault(group.model, Counter())[group.state] += 1
         self._states = states
+        self._ranks_alive = all(rank.alive for rank in record.ranks)
         if not self.up or not self._flights:
             self.load.observe(record)
 
@@ -103,6 +105,9 @@ class PoolLink:
         return self.groups(model, "ready")
 
     def coming_groups(self, model: str) -> int:
+        """None while its ranks are down: nobody knows when they are back."""
+        if not self._ranks_alive:
+            return 0
         return sum(self.groups(model, state) for state in ("waiting", "loading", "checking"))
 
     @property

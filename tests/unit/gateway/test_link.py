@@ -6,15 +6,18 @@ import asyncio
 from pathlib import Path
 
 import grpc
+import msgspec
 import pytest
 from lone_gateway import LoneGateway, ids_of
 from scripted_pool import SECRET, ScriptedPool
 
 from gateway.api.errors import ErrorCode, YardError
 from gateway.api.proto.pool_pb2 import End, Submit, Tokens
+from gateway.api.records import RankRecord
 from gateway.link.flight import Flight, Lost
 from gateway.link.link_set import LinkSet
 from gateway.link.pool_link import PoolLink
+from gateway.state.snapshot import Observed
 
 
 def link_of(lone: LoneGateway, pool: str = "a") -> PoolLink:
@@ -156,6 +159,9 @@ async def test_a_pool_whose_groups_are_all_parked_is_asked(lone: LoneGateway, po
     lone.observe(pool, state="loading")
     assert [link.pool for link in lone.links.holding("m")] == ["a"]
     assert not lone.links.answering("m"), "a route has something better to ask than what still loads"
+    down = msgspec.structs.replace(pool.record(state="loading"), ranks=(RankRecord(0, "here", 1, "cpu", 1, alive=False),))
+    lone.view.apply_observed(Observed({"a": down}, {}, None))
+    assert lone.links.holding("m") == [], "nobody knows when its ranks are back"
     lone.observe(pool, state="failed")
     assert lone.links.holding("m") == []
 
