@@ -28,6 +28,9 @@ from workers.memory.kv_layout import blocks_for_tokens
 from workers.messages import SampledToken, SequenceStep, StepDone
 
 
+ORDER_EVERY_S = 0.1
+
+
 @dataclass(frozen=True)
 class StepPlan:
     sequences: tuple[SequenceStep, ...]
@@ -49,6 +52,7 @@ class Batcher:
         self.stages = stages
         self.ahead = ahead
         self.shares = TenantShares()
+        self._came, self._ordered_at = False, 0.0
         self.waiting: list[Sequence] = []  # in order
         self.running: list[Sequence] = []  # in order
         self.leaving: set[Sequence] = set()  # ended, and still in a step that is being computed
@@ -69,6 +73,7 @@ class Batcher:
         if sequence.tag is None:
             sequence.cost = sequence.outstanding_tokens
             self.shares.enter(sequence)
+        self._came = True
         insort(self.waiting, sequence, key=lambda waiting: waiting.rank_order)
 
     def remove(self, sequence: Sequence) -> None:
@@ -86,8 +91,10 @@ class Batcher:
                 self._release(sequence)
 
     def order(self, now: float) -> None:
-        """Who waits first, by now."""
-        self.shares.order(self.waiting, now)
+        """Who waits first, by now. Of many that wait it changes slowly, so not before every step."""
+        if self._came or now - self._ordered_at >= ORDER_EVERY_S:
+            self.shares.order(self.waiting, now)
+            self._came, self._ordered_at = False, now
 
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
