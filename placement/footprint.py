@@ -19,6 +19,8 @@ _MATRIX_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4":
 _NARROW = ("int4", "int8", "fp8")  # what the layers may be narrowed to; embeddings and norms stay 16 bits wide
 # NCCL's buffers with default channels: 292 to 318 MiB a communicator of two H200s; MPI's are a few MiB.
 _COMMUNICATION_BYTES = {"cuda": 320 * MIB, "cpu": 8 * MIB}
+# Each model is processes of its own there: CUDA context, library workspaces, the runtime's buffers. An estimate, measured at loads.
+_PROCESS_BYTES = {"torch": 0, "trtllm": 1024 * MIB}
 _GRAPH_BYTES = {"cuda": 192 * MIB, "cpu": 0}  # decode graphs share one memory pool
 
 
@@ -86,6 +88,7 @@ def group_footprint(
     workspace = max(
         workspace_bytes(request, tensor_parallel, last=stage == pipeline_parallel - 1) for stage in range(pipeline_parallel)
     )
+    workspace += _PROCESS_BYTES[request.engine]
     graphs = _GRAPH_BYTES[device]
     return tuple(
         RankFootprint(

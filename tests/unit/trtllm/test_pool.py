@@ -22,7 +22,7 @@ async def make_pool(tmp_path: Path, environment: Callable[..., Path], checkpoint
     """`await make_pool(names, devices=1, version=…, …)`: a pool with these models ready."""
     pools: list[Pool] = []
 
-    async def make(*names: str, devices: int = 1, version: str = "1.4.0rc1", memory: int = 4000 * MIB, **options: Any) -> Pool:
+    async def make(*names: str, devices: int = 1, version: str = "1.4.0rc1", memory: int = 8000 * MIB, **options: Any) -> Pool:
         site = {key: options.pop(key) for key in ("launch", "park") if key in options}
         changes = options.pop("changes", {})
         python = environment(version, **options)
@@ -109,7 +109,7 @@ async def test_a_rank_that_crashes_takes_its_group_down_and_the_group_comes_back
 
 async def test_models_take_turns_in_memory_by_release_and_resume(make_pool) -> None:
     """Rule 6: a request for the parked one is held and wakes it."""
-    pool = await make_pool("a", "b", memory=600 * MIB)
+    pool = await make_pool("a", "b", memory=2100 * MIB)
     await until(lambda: {group(pool, m).state for m in "ab"} == {"ready", "parked"}, pool.driver.record)
     link = await pool.link()
     for model in ("a", "b", "a"):
@@ -125,7 +125,7 @@ async def test_models_take_turns_in_memory_by_release_and_resume(make_pool) -> N
 
 
 async def test_where_the_version_cannot_park_it_unloads_and_loads(make_pool) -> None:
-    pool = await make_pool("a", "b", version="1.2.1", memory=600 * MIB)
+    pool = await make_pool("a", "b", version="1.2.1", memory=2100 * MIB)
     await until(lambda: {group(pool, m).residency for m in "ab"} == {"", "cold"}, pool.driver.record)
     link = await pool.link()
     cold = next(found.model for found in pool.driver.record().groups if found.residency == "cold")

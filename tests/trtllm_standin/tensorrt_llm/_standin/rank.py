@@ -11,7 +11,7 @@ from typing import Any
 from tensorrt_llm_standin_gpu import ROOT, SETTINGS, hold
 
 CONTEXT_BYTES = 100 * 2**20  # what CUDA and NCCL keep whatever the model does
-WORKSPACE_BYTES = 200 * 2**20
+WORKSPACE_BYTES = 1100 * 2**20
 
 
 def visible_devices() -> list[int]:
