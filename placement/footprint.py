@@ -19,7 +19,7 @@ _MATRIX_BITS = {"fp32": 32, "bf16": 16, "fp16": 16, "fp8": 8, "int8": 8, "int4":
 _NARROW = ("int4", "int8", "fp8")  # what the layers may be narrowed to; embeddings and norms stay 16 bits wide
 # NCCL's buffers with default channels: 292 to 318 MiB a communicator of two H200s; MPI's are a few MiB.
 _COMMUNICATION_BYTES = {"cuda": 320 * MIB, "cpu": 8 * MIB}
-# Each model is processes of its own there: CUDA context, library workspaces, the runtime's buffers. An estimate, measured at loads.
+# Processes of its own for each model: CUDA context, library workspaces, buffers of the runtime. An estimate; loads measure it.
 _PROCESS_BYTES = {"torch": 0, "trtllm": 1024 * MIB}
 _GRAPH_BYTES = {"cuda": 192 * MIB, "cpu": 0}  # decode graphs share one memory pool
 
