@@ -54,8 +54,10 @@ def up(
             signal.signal(number, _interrupt)
     listen = {"host": host, "grpc_port": grpc_port, "http_port": http_port, "dashboard_port": dashboard_port}
     files = read_site(site or DEFAULT_SITE, listen, redis, gateways)
-    with Board() as board:
-        result = start(Home.from_environment(), files, board, ray_address=ray_address, wait_s=wait_s)
+    home = Home.from_environment()
+    home.create()
+    with home.held("try again"), Board() as board:
+        result = start(home, files, board, ray_address=ray_address, wait_s=wait_s)
     _print_addresses(result)
 
 
@@ -93,8 +95,11 @@ def down() -> None:
     from gateway.site.down import down as stop
     from gateway.site.home import Home
 
-    with Board() as board:
-        stopped = stop(Home.from_environment(), board)
+    home = Home.from_environment()
+    stopped = None
+    if home.state_file.exists():
+        with home.held("stop it with Ctrl-C, or try again"), Board() as board:
+            stopped = stop(home, board)
     typer.echo(f"site {stopped.site} is down" if stopped else "nothing was running")
 
 
@@ -111,7 +116,8 @@ def upgrade(
     home = Home.from_environment()
     found = state.load(home)
     files = read_site(Path(found.site_dir) if found else DEFAULT_SITE, {"host": found.bind_host if found else None}, None, None)
-    with Board() as board:
+    home.create()
+    with home.held("try again"), Board() as board:
         replaced = replace(home, files, board, wait_s)
     typer.echo(f"site {replaced.site} runs the installed version")
 

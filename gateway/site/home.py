@@ -11,10 +11,13 @@ import os
 import secrets
 import shutil
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from filelock import FileLock, Timeout
 
 from gateway.api.errors import ErrorCode, YardError, invalid
 
@@ -97,6 +100,22 @@ class Home:
         self.run_dir.chmod(0o700)
         for directory in (self.temporary_dir, self.shared_memory_dir):
             directory.mkdir(mode=0o700, exist_ok=True)
+
+    @contextmanager
+    def held(self, what: str) -> Iterator[None]:
+        """One `yard up`, `down` or `upgrade` at a time. YardError(CONFLICT) when another works on this home."""
+        lock = FileLock(self.path / "lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise YardError(
+                ErrorCode.CONFLICT,
+                f"another yard command is starting or stopping the site in {self.path}; {what} when it is done",
+            ) from error
+        try:
+            yield
+        finally:
+            lock.release()
 
     def clear_run_dirs(self) -> None:
         """Removes sockets and temporary files of a site that is down. Ray's session with its logs stays until the next start."""

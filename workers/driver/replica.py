@@ -62,7 +62,8 @@ class PoolDriverReplica:
             runtime.secret,
             engine=self._engine,
         )
-        self._server = PoolServer(self.loop, self.record, runtime.secret, listen_address(runtime.bind_host))
+        port_file = self.rank_config(runtime, pool, self._spec).directory / "driver.port"
+        self._server = PoolServer(self.loop, self.record, runtime.secret, listen_address(runtime.bind_host), port_file)
         self._unix_offset = time.time() - self.loop.now()
         self._started_unix = time.time()
         self._publishing: asyncio.Task[None] | None = None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -108,11 +110,17 @@ class PoolControlService(pool_pb2_grpc.PoolControlServicer):
 
 
 class PoolServer:
-    """Listens on a free port of `host`."""
+    """Listens on a port of `host`: that of the driver before it on this node if that is free, else any.
 
-    def __init__(self, loop: PoolLoop, record: Callable[[], PoolRecord], secret: str, host: str) -> None:
+    So gateways find a restarted driver also while Redis, which would tell them of it, is away (rule 12). `port_file` keeps it.
+    """
+
+    def __init__(self, loop: PoolLoop, record: Callable[[], PoolRecord], secret: str, host: str, port_file: Path) -> None:
         self._host = host
-        self._server = grpc.aio.server(interceptors=[SecretInterceptor(secret)], options=SERVER_OPTIONS)
+        self._port_file = port_file
+        # Two drivers never share a port, as gRPC would let them.
+        options = [*SERVER_OPTIONS, ("grpc.so_reuseport", 0)]
+        self._server = grpc.aio.server(interceptors=[SecretInterceptor(secret)], options=options)
         pool_pb2_grpc.add_PoolLinkServicer_to_server(PoolLinkService(loop), self._server)
         pool_pb2_grpc.add_PoolControlServicer_to_server(PoolControlService(loop, record), self._server)
         self.endpoint = ""
@@ -120,10 +128,17 @@ class PoolServer:
     async def start(self) -> str:
         """Its endpoint, host:port."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        port = self._server.add_insecure_port(f"{host}:0")
+        port = self._bind(host)
         await self._server.start()
+        self._port_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        self._port_file.write_text(str(port))
         self.endpoint = f"{host}:{port}"
         return self.endpoint
+
+    def _bind(self, host: str) -> int:
+        with contextlib.suppress(OSError, ValueError, RuntimeError):
+            return self._server.add_insecure_port(f"{host}:{int(self._port_file.read_text())}")
+        return self._server.add_insecure_port(f"{host}:0")
 
     async def stop(self, grace_s: float) -> None:
         await self._server.stop(grace_s)

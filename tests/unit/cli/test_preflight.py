@@ -12,6 +12,7 @@ import pytest
 from gateway.api.errors import ErrorCode, YardError
 from gateway.api.manifest import read_text
 from gateway.site import preflight
+from gateway.site.home import Home
 
 MIB = 1 << 20
 
@@ -109,3 +110,16 @@ def test_a_ray_that_does_not_listen_is_named_at_once():
         preflight.check_ray("127.0.0.1:1")
     with pytest.raises(YardError, match="HOST:PORT"):
         preflight.check_ray("somewhere")
+
+
+def test_two_commands_do_not_start_or_stop_one_site_at_once(tmp_path: Path) -> None:
+    home = Home(tmp_path / "home")
+    home.create()
+    with (
+        home.held("try again"),
+        pytest.raises(YardError, match="another yard command is starting or stopping the site"),
+        home.held("wait"),
+    ):
+        raise AssertionError("both hold it")
+    with home.held("try again"):
+        pass

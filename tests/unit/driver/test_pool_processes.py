@@ -144,10 +144,12 @@ async def test_a_new_driver_adopts_the_ranks_of_the_old(make_pool: PoolFactory) 
     old_launcher = pool.driver.loop._ranks._launcher
     await pool.driver.loop.close(end_ranks=False)  # as if it were gone: nothing is said to the ranks
     await pool.driver._server.stop(0)
+    endpoint = pool.driver.endpoint
     pool.new_driver()
     started = time.monotonic()
     await pool.start()
     await pool.until_ready()
+    assert pool.driver.endpoint == endpoint, "gateways find it also while Redis is away (rule 12)"
     assert time.monotonic() - started < 10
     assert pool.pids == pids
     await pool.assign(assignment("one", (0,)), assignment("both", (0, 1), stages=2))

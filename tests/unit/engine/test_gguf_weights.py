@@ -119,6 +119,27 @@ def test_an_interrupted_conversion_leaves_nothing_that_looks_whole(files, tmp_pa
     assert not list((tmp_path / "weights").glob("*.partial"))
 
 
+def test_a_cached_file_that_was_cut_is_made_again_and_what_killed_processes_left_goes(files, tmp_path) -> None:
+    path = files("llama", Kind.Q4_0)
+    checkpoint = open_checkpoint(str(path), tmp_path)
+    arguments = (
+        checkpoint.files,
+        checkpoint.digest,
+        checkpoint.shape.heads,
+        checkpoint.shape.kv_heads,
+        tmp_path,
+        lambda _f, _w: None,
+    )
+    whole = converted(*arguments)
+    content = whole.read_bytes()
+    left = whole.with_suffix(".99999.partial")
+    left.write_bytes(content[:1000])
+    for damaged in (content[:-1], content[:100], b""):
+        whole.write_bytes(damaged)
+        assert converted(*arguments).read_bytes() == content
+        assert not left.exists()
+
+
 def test_a_tensor_without_a_place_is_named(tmp_path, files, cache) -> None:
     path = tmp_path / "odd.gguf"
     data = files("llama", Kind.F16).read_bytes()

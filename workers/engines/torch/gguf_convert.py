@@ -44,18 +44,20 @@ class _Output:
 
 
 def converted(files: tuple[Path, ...], digest: str, heads: int, kv_heads: int, cache_dir: Path, progress: ProgressFn) -> Path:
-    """The converted file, made now if the cache has none. Several processes may ask at once: one converts, all get it.
+    """The converted file, made now if the cache has none that is whole. Of several processes that ask, one converts.
 
     YardError(INVALID) when the architecture or a tensor is not known, or the file does not hold what it says.
     """
     directory = cache_dir / "weights"
     target = directory / f"{digest}-{_FORMAT}.safetensors"
-    if target.exists():
+    if _is_whole(target):
         return target
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory / f"{digest}.lock"):
-        if target.exists():
+        if _is_whole(target):
             return target
+        for left in directory.glob(f"{digest}-*.partial"):  # by a process that was killed
+            left.unlink(missing_ok=True)
         partial = target.with_suffix(f".{os.getpid()}.partial")
         try:
             _convert(files, heads, kv_heads, partial, progress)
@@ -63,6 +65,18 @@ def converted(files: tuple[Path, ...], digest: str, heads: int, kv_heads: int, c
         finally:
             partial.unlink(missing_ok=True)
     return target
+
+
+def _is_whole(file: Path) -> bool:
+    """Whether it is as long as its own header says: a disk that was full, or a copy that was cut, is converted again."""
+    try:
+        with file.open("rb") as stream:
+            header_bytes = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(header_bytes))
+        data_bytes = max(entry["data_offsets"][1] for entry in header.values() if "data_offsets" in entry)
+        return file.stat().st_size == 8 + header_bytes + data_bytes
+    except (OSError, ValueError, TypeError, AttributeError, MemoryError):
+        return False
 
 
 @contextmanager
