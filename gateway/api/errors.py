@@ -1,4 +1,4 @@
-"""The errors a client can see, the same over gRPC, HTTP and between gateway and pool (DESIGN of the surfaces: one table)."""
+"""The errors a client can see, the same over gRPC, HTTP and between gateway and pool."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def _print_addresses(result: Up) -> None:
     typer.echo(f'  ./yard run {route} "What is the capital of France?"')
     typer.echo(
         f"  curl http://{state.http_address}/v1/chat/completions -H 'content-type: application/json' "
-        f"""-d '{{"model": "{route}", "messages": [{{"role": "user", "content": "Hello"}}]}}'"""
+        f"""-d '{{"model": "{route}", "messages": [{{"role": "user", "content": "Hello"}}], "temperature": 0}}'"""
     )
 
 

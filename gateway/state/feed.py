@@ -1,4 +1,4 @@
-"""Keeps a SiteView up to date: the only writer of one (DESIGN 5.1, rules 12 and 13)."""
+"""Keeps a SiteView up to date: the only writer of one (rules 12 and 13)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Desired and observed state in Redis or Valkey. Every change of desired state goes through one script (DESIGN 5.1)."""
+"""Desired and observed state in Redis or Valkey. Every change of desired state goes through one script."""
 
 from __future__ import annotations
 

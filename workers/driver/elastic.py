@@ -1,4 +1,4 @@
-"""KV memory that comes and goes (DESIGN 5.2): every group keeps its floor, the rest belongs to whom it helps now.
+"""KV memory that comes and goes: every group keeps its floor, the rest belongs to whom it helps now.
 
 Pure decisions. A group grows by chunks, ahead of need, after the ledger has taken the bytes on all its ranks; it gives back
 what it has not needed for a while, at once when another is short. A load goes before growth: what groups hold above their

@@ -1,4 +1,4 @@
-"""Parks and wakes: what is in a pool's memory this second (DESIGN 3, residency). Pure decisions; the states are in `residency`.
+"""Parks and wakes: what is in a pool's memory this second. Pure decisions; the states are in `residency`.
 
 - Wanted: a group for which requests are held, or that an operator asked for. It is woken once however many ask (rule 6).
 - Room: idle groups leave by least value per byte, never pinned ones, never one with requests in flight. When all that could
