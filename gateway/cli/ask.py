@@ -26,7 +26,9 @@ def run(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="A route, or a model's own name.")],
     prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="`-` reads it from standard input.")],
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1)] = 512,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy: the likeliest token each time.")] = 0.0,
+    temperature: Annotated[
+        float, typer.Option("--temperature", min=0.0, help="0 is greedy: the likeliest token each time.")
+    ] = 0.0,
     seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
     system: Annotated[str | None, typer.Option("--system", help="A system message before the prompt.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is, without the chat template.")] = False,
