@@ -27,7 +27,6 @@ from workers.memory.blocks import ROOT, BlockPool
 from workers.memory.kv_layout import blocks_for_tokens
 from workers.messages import SampledToken, SequenceStep, StepDone
 
-
 ORDER_EVERY_S = 0.1
 
 
