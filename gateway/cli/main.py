@@ -9,7 +9,7 @@ from typing import NoReturn
 import typer
 
 from gateway.api.errors import YardError
-from gateway.cli import ask, backups, dashboards, engine, house, load, objects, residency, routes, simulate, watch
+from gateway.cli import ask, backups, dashboards, doctor, engine, house, load, objects, residency, routes, simulate, top, watch
 from gateway.cli.exit_codes import EXIT_CODES, INTERRUPTED
 
 DEBUG_VARIABLE = "MODELYARD_DEBUG"
@@ -25,11 +25,15 @@ app = typer.Typer(
     epilog="Exit codes: 0 done, 1 failed, 2 bad input, 3 not found, 4 unavailable, 5 conflict, 6 full, 7 no access, 8 too late. "
     "`yard test` runs the checks and tests of the checkout.",
 )
-for commands in (house, objects, routes, residency, engine, simulate, backups, ask, load, watch, dashboards):
+for commands in (house, objects, routes, residency, engine, simulate, backups, ask, load, watch, dashboards, doctor, top):
     commands.register(app)
 
 
 def main() -> NoReturn:
+    if doctor.COMPLETE_VARIABLE in os.environ:
+        from typer.completion import completion_init  # pyright: ignore[reportPrivateImportUsage]
+
+        completion_init()
     try:
         app(prog_name="yard")
     except YardError as error:
