@@ -84,7 +84,7 @@ class PoolCore:
             raise YardError(ErrorCode.CONFLICT, f"fence {fence} is older than {self.state.fence}: read the lease again")
         self._lifecycle.switching.ask(now, model, residency)
         self._settle(now)
-        return ", ".join(sorted({group.state for group in self.state.of_model(model)}))
+        return self._lifecycle.switching.described(model)
 
     def on_closing(self, now: float) -> None:
         """The driver is about to stop: finish what runs, take nothing new."""
@@ -287,7 +287,7 @@ class PoolCore:
         """The same worker group, to be loaded anew under an id that no rank has seen; on request if it stood by."""
         fresh = Group(self.state.next_group, group.wanted, state=state, reason=reason, facts=group.facts, sizing=group.sizing)
         fresh.used_at = group.used_at
-        fresh.attempts = group.attempts
+        fresh.attempts, fresh.damaged_at = group.attempts, group.damaged_at
         self.state.next_group += 1
         del self.state.groups[group.id]
         self.state.groups[fresh.id] = fresh

@@ -103,9 +103,10 @@ class Group:
     used_at: float = 0.0  # when a request came for it, or ended; not of copies that nobody waits for
     clock_s: float = 0.0  # see `step_shares`
     computing: bool = False  # it had something to do when steps were last sent
-    wake_asked: bool = False  # by an operator
+    wake_asked_at: float | None = None  # by an operator, or by a request that could not wait; until it is ready or failed
     drop_asked: bool = False  # its standby copy is to go too
     park_retry_at: float | None = None  # a park failed; not before then again
+    damaged_at: float | None = None  # when its weights last gave no numbers
 
     @property
     def model(self) -> str:
@@ -135,6 +136,16 @@ class Group:
         if self.op is None or self.op.kind != "load":
             return 0.0
         return sum(self.op.progress.values()) / len(self.ranks)
+
+    @property
+    def wake_asked(self) -> bool:
+        return self.wake_asked_at is not None
+
+    @property
+    def full(self) -> bool:
+        """More would wait for those that run."""
+        limits = self.spec.limits
+        return self.running + self.waiting > limits.concurrency - (limits.queue == 0)
 
     @property
     def outstanding_tokens(self) -> int:

@@ -20,6 +20,9 @@ from workers.memory.ledger import LedgerFull
 from workers.messages import LoadShard, UnloadShard
 
 CANARY_TIMEOUT_S = 120.0
+DAMAGE_FORGOTTEN_S = 300.0
+"""A model may answer its canary and still have weights that give no numbers for some prompt: such failures count as attempts
+over a load that went well, until there was none for so long."""
 _GOING = ("loading", "checking")
 
 
@@ -51,8 +54,10 @@ class Lifecycle:
                 self._state.next_group += 1
                 continue
             free.remove(group)
-            if group.state == "failed" and group.wanted.generation != wanted.generation:
-                group.attempts, group.retry_at = 0, 0.0  # somebody changed something: try again
+            if group.wanted.generation != wanted.generation:  # somebody changed something
+                group.damaged_at = None
+                if group.state == "failed":
+                    group.attempts, group.retry_at = 0, 0.0  # try again
             group.wanted, group.unwanted = wanted, False
         for group in free:
             group.unwanted = True
@@ -151,6 +156,9 @@ class Lifecycle:
     def on_damaged(self, now: float, group: Group, reason: str) -> None:
         """Its weights give no numbers. Ranks are healthy and serve their other models; this one is loaded anew after a pause."""
         if group.state in ("checking", "ready", "parking", "draining"):
+            if not self._damaged_lately(now, group):
+                group.attempts = 0
+            group.damaged_at = now
             self._fail(now, group, reason)
 
     def on_canary_prompt(self, now: float, group: Group, prompt: tuple[int, ...] | str) -> None:
@@ -178,7 +186,8 @@ class Lifecycle:
         if problem:
             self._fail(now, group, problem)
             return
-        group.attempts = 0
+        if not self._damaged_lately(now, group):
+            group.attempts = 0
         group.ready_since = now
         self._to(group, "ready", "")
         self._requests.release_held(now, group.model)
@@ -195,6 +204,9 @@ class Lifecycle:
             self._fail(now, group, reason)
 
     # ------------------------------------------------------------------ parts of the tree
+
+    def _damaged_lately(self, now: float, group: Group) -> bool:
+        return group.damaged_at is not None and now - group.damaged_at < DAMAGE_FORGOTTEN_S
 
     def _replacement_comes(self, group: Group) -> bool:
         others = [other for other in self._state.of_model(group.model) if not other.unwanted]
@@ -325,5 +337,7 @@ class Lifecycle:
             self._effects.event(
                 state, group.model, f"group {group.id} on {group.wanted.placement}" + (f": {reason}" if reason else "")
             )
+        if state in ("ready", "failed"):
+            group.wake_asked_at = None
         group.state, group.reason = state, reason
         self._effects.changed()

@@ -9,7 +9,7 @@ from workers.driver import estimates
 from workers.driver.effects import OWN_LINK, Effects, Ended, RequestKey
 from workers.driver.group import Group
 from workers.driver.pool_state import Held, PoolState, Totals
-from workers.driver.residency import COMING
+from workers.driver.residency import COMING, STANDING_BY
 from workers.driver.sequence import Request, Sequence
 from workers.messages import SampledToken
 
@@ -33,7 +33,7 @@ class Requests:
         2. A model that is not in this pool: UNAVAILABLE, another pool may have it.
         3. A ready group takes it, the one with the fewest outstanding tokens, if its queue has room: else EXHAUSTED.
         4. A model on its way, or standing by: held, with an estimated wait, bounded like a queue; refused at once when the
-           deadline is shorter than the estimate (rule 6). What is held wakes it; what is refused does not.
+           deadline is shorter than the estimate (rule 6). Either wakes it: who was told when to come again is served then.
         5. A model that failed or drains: UNAVAILABLE with the reason.
         """
         if request.key in self._state.sequences:
@@ -208,6 +208,8 @@ class Requests:
         if request.deadline is not None and now + wait > request.deadline:
             text = f"{reason}, ready in about {wait:.1f} s; the deadline is in {request.deadline - now:.1f} s"
             self._refuse(request, ErrorCode.UNAVAILABLE, text, wait)
+            if state.state in ("waiting", *STANDING_BY) and state.wake_asked_at is None:
+                state.wake_asked_at = now
             return
         waiting.append(Held(request, arrival, now))
         self._effects.hold(request.key, reason, wait)

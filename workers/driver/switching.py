@@ -62,14 +62,26 @@ class Switching:
         refusals = [why for group in groups if (why := self._ask(now, group, residency))]
         if refusals:
             raise YardError(ErrorCode.CONFLICT, f"model `{model}` cannot become {residency}: {'; '.join(sorted(set(refusals)))}")
-        return ", ".join(sorted({group.state for group in groups}))
+        return self.described(model)
+
+    def described(self, model: str) -> str:
+        """The states of its groups, and why they are no further."""
+        groups = [group for group in self._state.of_model(model) if not group.unwanted]
+        return ", ".join(
+            sorted(
+                {
+                    f"{group.state} ({group.reason})" if group.state == "waiting" and group.reason else group.state
+                    for group in groups
+                }
+            )
+        )
 
     def _ask(self, now: float, group: Group, residency: str) -> str:
         if residency == "resident":
-            group.wake_asked = group.state in STANDING_BY
+            group.wake_asked_at = now if group.state in ("waiting", *STANDING_BY) else None
             group.drop_asked = False
             return "" if group.state != "failed" else f"it failed: {group.reason}"
-        group.wake_asked = False
+        group.wake_asked_at = None
         if group.state in ("parking", "parked", "cold"):
             group.drop_asked = residency == "cold" and group.state != "cold"
             return ""
@@ -77,7 +89,6 @@ class Switching:
         if why := self._park(group, "an operator asked for it"):
             return why
         group.drop_asked = residency == "cold"
-        del now
         return ""
 
     # ------------------------------------------------------------------ parts of reconcile
@@ -127,9 +138,9 @@ class Switching:
         for group in self._state.groups.values():
             spec, idle_s = group.spec, now - max(group.used_at, group.ready_since)
             if spec.idle_unload_s is not None and idle_s >= spec.idle_unload_s and not self._asked(group):
-                if group.state == "parked" or (self._idle(group) and not self._park(group, "idle")):
+                if group.state == "parked" or (self._idle(now, group) and not self._park(group, "idle")):
                     group.drop_asked = True
-            elif spec.idle_park_s is not None and idle_s >= spec.idle_park_s and self._idle(group):
+            elif spec.idle_park_s is not None and idle_s >= spec.idle_park_s and self._idle(now, group):
                 self._park(group, f"idle for {idle_s:.0f} s")
 
     def evict(self, now: float, wanting: Group, shortages: Iterable[Shortage]) -> str:
@@ -199,7 +210,7 @@ class Switching:
         group.kv_blocks = op.blocks
         enter_measured(self._state.ledger, group)
         open_batcher(group, self._state.device)
-        group.ready_since, group.wake_asked = now, False
+        group.ready_since = now
         self._timed(now, group, "wake", sum(held.bytes.get("weights", 0) for held in group.held.values()))
         self._move(group, "ready", "")
         self._requests.release_held(now, group.model)
@@ -226,8 +237,10 @@ class Switching:
         self._requests.drop_shadows(group)
         return ""
 
-    def _idle(self, group: Group) -> bool:
-        """It serves, and nobody waits for an answer of it."""
+    def _idle(self, now: float, group: Group) -> bool:
+        """It serves, nobody waits for an answer of it, and no park of it failed a moment ago."""
+        if group.park_retry_at is not None and now < group.park_retry_at:
+            return False
         return group.state == "ready" and group.op is None and not group.wanted_by_somebody
 
     def _drop(self, group: Group) -> None:
@@ -267,17 +280,23 @@ class Switching:
             operating=any(other.op is not None and other.op.kind != "kv" for other in others),
             asked=self._asked(group),
             bringing=not group.wake_asked
-            and any(
-                other.state in ("waiting", "loading", "checking", "waking", "ready") and not other.unwanted for other in others
-            ),
+            and any(other.state in ("waiting", "loading", "checking", "waking") and not other.unwanted for other in others),
         )
 
     def _asked(self, group: Group) -> bool:
         pinned = group.spec.residency == "resident"  # since a moment ago, or it would not stand by
-        return group.wake_asked or pinned or bool(self._state.held.get(group.model))
+        return group.wake_asked or pinned or bool(self._state.held.get(group.model)) or self._short_of_replicas(group)
+
+    def _short_of_replicas(self, group: Group) -> bool:
+        """All that serve of its model have as much as they run at once, and more."""
+        serving = [other for other in self._state.of_model(group.model) if other.state == "ready" and other is not group]
+        return bool(serving) and all(other.full for other in serving)
 
     def _waited_s(self, now: float, group: Group) -> float:
-        return max((now - held.since for held in self._state.held.get(group.model, ())), default=0.0)
+        since = [held.since for held in self._state.held.get(group.model, ())]
+        if group.wake_asked_at is not None:
+            since.append(group.wake_asked_at)
+        return now - min(since, default=now)
 
     def _freed(self, group: Group) -> dict[int, int]:
         """Bytes by rank that it has in the ledger."""
