@@ -29,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from gateway.api.config import KvSpec, LimitsSpec, ModelSpec
+from gateway.cli.traces import generate
 from ops.bench import shape_checkpoint as shapes
 from ops.bench.timing import Figures, spread
 from ops.bench.watched_pool import RANK_MODULE, WatchedPool, figures_of, prompts
@@ -214,20 +215,14 @@ async def remap(bench: Bench, pool: WatchedPool) -> Figures:
 
 async def bursts(bench: Bench, pool: WatchedPool, models: list[str], seconds: float) -> Figures:
     """Every model is idle most of the time, then gets a burst: requests whose first token came within 1 s, and 50 ms a token."""
-    generator = random.Random(11)
-    keys: list[tuple[str, tuple[int, int]]] = []
-
-    async def one_model(model: str) -> None:
-        ends = time.perf_counter() + seconds
-        while time.perf_counter() < ends:
-            await asyncio.sleep(generator.expovariate(1 / 3.0))
-            for prompt in prompts(generator.randint(1, 4), 128, generator.randrange(10**6), bench.vocabulary):
-                keys.append((model, pool.ask(model, prompt, 64 // bench.scale)))
-
-    async with asyncio.TaskGroup() as group:
-        for model in models:
-            group.create_task(one_model(model))
-    found = await pool.answers([key for _, key in keys], 30)
+    began = time.perf_counter()
+    keys = []
+    rate = 0.8 * len(models)
+    for arrival in generate(models, seconds, rate, seed=11, zipf=0.0, variation=3.0, prompt_tokens=128, output_tokens=64):
+        await asyncio.sleep(max(0.0, began + arrival.time_s - time.perf_counter()))
+        prompt = prompts(1, min(arrival.prompt_tokens, 1024), len(keys), bench.vocabulary)[0]
+        keys.append(pool.ask(arrival.model, prompt, max(2, arrival.output_tokens // bench.scale)))
+    found = await pool.answers(keys, 30)
     firsts = [(one.times[0] - one.began) * 1e3 for one in found]
     paces = [(one.times[-1] - one.times[0]) / (len(one.times) - 1) * 1e3 for one in found]
     within = sum(first <= 1000 and pace <= 50 for first, pace in zip(firsts, paces, strict=True))

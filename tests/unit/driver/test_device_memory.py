@@ -1,0 +1,54 @@
+"""What ranks say of their devices: capacity, contexts and foreign use in the ledger, and what it does not explain."""
+
+from __future__ import annotations
+
+from pool_world import LOAD_MIB, MIB, World, wanted
+
+from workers.driver.pool_state import DEVICE, PoolState
+from workers.messages import DeviceMemory
+
+GIB = 2**30
+
+
+def memory(**changes: int) -> DeviceMemory:
+    base = {"capacity_bytes": 60, "total_bytes": 100, "free_bytes": 90, "context_bytes": 8, "foreign_bytes": 2, "kept_bytes": 0}
+    return DeviceMemory(**{**base, **changes})
+
+
+def test_a_pool_without_memory_in_its_spec_has_what_its_devices_have() -> None:
+    state = PoolState("cuda", (0,), 1)
+    state.enter_device(0, memory(capacity_bytes=GIB, total_bytes=2 * GIB, free_bytes=2 * GIB, context_bytes=MIB))
+    assert state.capacities == (GIB,)
+    assert state.ledger.held(DEVICE, "context") == {0: MIB}
+    assert state.ledger.free(0) == GIB - MIB
+    state.check()
+
+
+def test_others_use_first_what_the_pool_may_not_have() -> None:
+    assert memory(foreign_bytes=40).intruding_bytes == 0
+    assert memory(foreign_bytes=45).intruding_bytes == 5
+    assert memory(capacity_bytes=100, foreign_bytes=45).intruding_bytes == 45
+    state = PoolState("cuda", (0,), 1)
+    state.enter_device(0, memory(foreign_bytes=45))
+    assert state.ledger.held(DEVICE, "foreign") == {0: 5}
+
+
+def test_what_the_device_says_above_the_ledger_is_reported() -> None:
+    state = PoolState("cuda", (0,), 1)
+    state.enter_device(0, memory(free_bytes=90))
+    assert state.unaccounted_bytes(0) == 0
+    state.ledger.record(7, 0, {"weights": 20, "communication": 3})
+    state.enter_device(0, memory(free_bytes=60, kept_bytes=5))
+    assert state.unaccounted_bytes(0) == 40 - 10 - 5 - 23
+
+
+def test_groups_load_into_what_contexts_leave() -> None:
+    """Rule 3: a context counts as much as a model."""
+    for context_bytes, state in ((0, "ready"), (MIB, "waiting")):
+        world = World(capacity_mib=0, up=False)
+        device = memory(capacity_bytes=LOAD_MIB * MIB, total_bytes=4 * GIB, context_bytes=context_bytes)
+        world.core.on_ranks_up(world.now, {0: ()}, {0: device})
+        world.core.on_assign(world.now, 1, 1, [wanted("a")])
+        world.run()
+        assert [group.state for group in world.core.state.groups.values()] == [state], context_bytes
+        world.core.state.check()
