@@ -23,8 +23,10 @@ from workers.rank.config import RankConfig
 class RayPlaces(RayRanks):
     """`on_lost` is told, on the loop, when an actor is gone: its devices are."""
 
-    def __init__(self, config: RankConfig, spec: PoolSpec) -> None:
+    def __init__(self, config: RankConfig, spec: PoolSpec, cpus: float = 1.0) -> None:
+        """`cpus`: of each bundle. Actors here take none of them: they are for ranks of engines that are Ray actors too."""
         super().__init__(config, spec)
+        self._cpus = cpus
         self.on_lost: Callable[[str], None] = lambda reason: None
         self._described: list[HostDescription] = []
         self._attending = threading.Event()
@@ -55,6 +57,13 @@ class RayPlaces(RayRanks):
             rank: Welcome(rank, host.pid, self._config.device, host.node_name, (), host_bytes=host.free_bytes)
             for rank, host in enumerate(self._described)
         }
+
+    @property
+    def _host_cpus(self) -> float:
+        return 0.0
+
+    def _bundle(self) -> dict[str, float]:
+        return {**super()._bundle(), "CPU": self._cpus}
 
     async def _use(self, hosts: list[Any]) -> None:
         self._described = await asyncio.to_thread(call_hosts, hosts, "describe")

@@ -118,7 +118,7 @@ class RayRanks:
             namespace=NAMESPACE,
             lifetime="detached",
             max_restarts=0,
-            num_cpus=bundle["CPU"],
+            num_cpus=self._host_cpus,
             num_gpus=HOST_GPU_SHARE * bundle.get("GPU", 0),
             max_concurrency=16,  # asking an engine what it can do takes a minute
             resources={name: amount for name, amount in bundle.items() if name == POOL_RESOURCE},
@@ -184,6 +184,10 @@ class RayRanks:
             f"pool `{self._config.pool}`: no node{labels} has room for {self._ranks} × {self._bundle()}; "
             f"add a node, free one, or lower devices or memory (nodes declare {POOL_RESOURCE} when they start)"
         )
+
+    @property
+    def _host_cpus(self) -> float:
+        return self._bundle()["CPU"]
 
     def _bundles(self) -> list[dict[str, float]]:
         return [self._bundle() for _ in range(self._ranks)]

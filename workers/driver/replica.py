@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 UNHEALTHY_S = 150.0
 """Requests in flight and no step for so long is unhealthy (rule 11): the core's own remedy, new ranks, did not help."""
 STOP_GRACE_S = 20.0
+MODELS_A_DEVICE = 4.0
 
 
 class PoolDriverReplica:
@@ -138,7 +139,11 @@ class PoolDriverReplica:
             from workers.driver.ray_places import RayPlaces
             from workers.driver.ray_ranks import RayRanks
 
-            return RayRanks(config, self._spec) if with_ranks else RayPlaces(config, self._spec)
+            if with_ranks:
+                return RayRanks(config, self._spec)
+            # Ray gives each rank of TensorRT-LLM's Ray orchestrator a CPU; as many models can live on a device.
+            in_ray = _engine_settings(self._runtime).orchestrator == "ray"
+            return RayPlaces(config, self._spec, cpus=MODELS_A_DEVICE if in_ray else 1.0)
         return LocalRanks(config, self._spec.devices) if with_ranks else LocalPlaces(self._spec.devices, self._spec.device)
 
     def _seat(self) -> EngineSeat:

@@ -58,11 +58,10 @@ class Streams:
             return 0
         if output.finish:
             sequence.known_to_ranks = False  # nothing is left to be cancelled
-        logprobs = output.logprobs or [0.0] * len(output.tokens)
-        for token, logprob in zip(output.tokens, logprobs, strict=False):
+        for index, token in enumerate(output.tokens):
             sequence.tokens.append(token)
             sequence.computed = len(sequence.tokens)
-            self._requests.token(now, group, sequence, SampledToken(sequence.id, token, logprob))
+            self._requests.token(now, group, sequence, _sampled(sequence, output, index))
             if sequence.ended:
                 return len(output.tokens)
         if output.finish:
@@ -95,6 +94,18 @@ class Streams:
     def _groups(self) -> list[tuple[Group, StreamBatcher]]:
         found = self._state.groups.values()
         return [(group, group.batcher) for group in found if isinstance(group.batcher, StreamBatcher)]
+
+
+def _sampled(sequence: Sequence, output: Output, index: int) -> SampledToken:
+    wanted = sequence.request.sampling.logprobs
+    likeliest = output.alternatives[index][:wanted] if wanted > 0 and index < len(output.alternatives) else []
+    return SampledToken(
+        sequence.id,
+        output.tokens[index],
+        output.logprobs[index] if index < len(output.logprobs) else 0.0,
+        tuple(token for token, _ in likeliest),
+        tuple(logprob for _, logprob in likeliest),
+    )
 
 
 def _generate(sequence: Sequence) -> Generate:

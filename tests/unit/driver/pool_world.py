@@ -19,6 +19,7 @@ from workers.driver.effects import Ended, ModelFacts, RequestKey
 from workers.driver.group import Group, Wanted
 from workers.driver.sequence import Request
 from workers.driver.sizing import Placement, pages, size_group
+from workers.engines.trtllm.messages import Cancel, Generate
 from workers.messages import (
     Command,
     Done,
@@ -236,6 +237,8 @@ class World:
         self.holds: dict[RequestKey, tuple[str, float]] = {}
         self.events: list[tuple[str, str, str]] = []
         self.restarts: list[str] = []
+        self.engine: list[Generate | Cancel] = []  # what hosted groups' engines were told
+        self.dropped: list[int] = []
         self.facts: dict[str, ModelFacts | str] = {}
         self.canary_problem: dict[str, str] = {}
         self.canary_answers: list[tuple[str, str, list[int]]] = []
@@ -248,6 +251,13 @@ class World:
     def send(self, rank: int, command: Command) -> None:
         self.sent.append((rank, command))
         self.inboxes[rank].append(command)
+
+    def to_engine(self, group_id: int, message: Generate | Cancel) -> None:
+        del group_id
+        self.engine.append(message)
+
+    def drop_engine(self, group_id: int) -> None:
+        self.dropped.append(group_id)
 
     def emit(self, key: RequestKey, token: SampledToken) -> None:
         assert key not in self.ends, "a token after the end"

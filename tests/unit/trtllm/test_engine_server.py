@@ -115,6 +115,15 @@ async def test_tokens_of_an_iteration_come_in_one_frame(serve, checkpoint: Path)
     assert stats.stats[0]["iter"] == 1
 
 
+async def test_log_probabilities_come_with_the_likeliest_tokens(serve, checkpoint: Path) -> None:
+    served = await serve()
+    await served.load(checkpoint)
+    await served.generate(1, [5, 6], 2, logprobs=2)
+    outputs = [output for frame in served.frames for output in frame.outputs]
+    assert [value for output in outputs for value in output.logprobs] == [-0.5, -0.5]
+    assert [pairs for output in outputs for pairs in output.alternatives] == [[[5, -0.5], [6, -1.5]], [[6, -0.5], [7, -1.5]]]
+
+
 async def test_a_client_that_left_is_cancelled(serve, checkpoint: Path) -> None:
     """Rule 10."""
     served = await serve()

@@ -138,6 +138,8 @@ class Output:
     logprobs: list[float] = field(default_factory=list)
     finish: str = ""
     error: str = ""
+    # For each token the likeliest at its place, with their log-probabilities; where the request asked for them.
+    alternatives: list[list[tuple[int, float]]] = field(default_factory=list)
 
 
 @dataclass
@@ -163,7 +165,7 @@ UP = {kind.__name__: kind for kind in (Welcome, Progress, Done, Tokens, Beat)}
 def encode(message: Message) -> bytes:
     """A whole frame, length included."""
     if isinstance(message, Tokens):  # the one that is sent for every token
-        outputs = [[o.sequence, o.tokens, o.logprobs, o.finish, o.error] for o in message.outputs]
+        outputs = [[o.sequence, o.tokens, o.logprobs, o.finish, o.error, o.alternatives] for o in message.outputs]
         content: dict[str, Any] = {"type": "Tokens", "iteration": message.iteration, "outputs": outputs}
     else:
         content = {"type": type(message).__name__, **dataclasses.asdict(message)}

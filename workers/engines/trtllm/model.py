@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -105,9 +106,13 @@ class Model:
         ray = importlib.import_module("ray")
         groups = importlib.import_module("ray.util.placement_group")
         ray.init(
-            address="auto", namespace=RAY_NAMESPACE, ignore_reinit_error=True, runtime_env={"env_vars": RAY_ENVIRONMENT},
+            address="auto",
+            namespace=RAY_NAMESPACE,
+            ignore_reinit_error=True,
+            # Its ranks import the library: they run in this environment, not in that of the nodes' own Ray.
+            runtime_env={"env_vars": RAY_ENVIRONMENT, "py_executable": sys.executable},
             log_to_driver=False,
-        )  # fmt: skip
+        )
         group = groups.PlacementGroup(ray.PlacementGroupID(bytes.fromhex(load.placement_group)))
         kind = probe.config_class("ray_placement_config")
         return kind(placement_groups=[group], placement_bundle_indices=[load.bundles], **load.kwargs["ray_placement_config"])

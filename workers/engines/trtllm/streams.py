@@ -55,10 +55,10 @@ class Streams:
                 answer = state.outputs[0]
                 # The answer so far; a stop word may be cut off its end again, which the driver knows by itself.
                 tokens = [int(token) for token in answer.token_ids[seen:]]
-                logprobs = _logprobs(answer, seen, tokens) if request.logprobs >= 0 else []
+                logprobs, alternatives = _logprobs(answer, seen, tokens) if request.logprobs >= 0 else ([], [])
                 seen += len(tokens)
                 if tokens or answer.finish_reason:
-                    self._put(Output(request.sequence, tokens, logprobs, answer.finish_reason or ""))
+                    self._put(Output(request.sequence, tokens, logprobs, answer.finish_reason or "", "", alternatives))
                 if answer.finish_reason:
                     return
             self._put(Output(request.sequence, [], finish="cancelled"))
@@ -95,10 +95,16 @@ def _of_one_request(error: Exception) -> bool:
     return isinstance(error, ValueError | TypeError) or any(kind.__name__ == "RequestError" for kind in type(error).__mro__)
 
 
-def _logprobs(answer: Any, seen: int, tokens: list[int]) -> list[float]:
-    """The library gives floats, or for each token a dictionary of the most likely ones."""
-    found: list[float] = []
+def _logprobs(answer: Any, seen: int, tokens: list[int]) -> tuple[list[float], list[list[tuple[int, float]]]]:
+    """Of each token, and of the likeliest at its place. The library gives floats, or a dictionary for each token."""
+    chosen: list[float] = []
+    likeliest: list[list[tuple[int, float]]] = []
     for token, item in zip(tokens, (answer.logprobs or [])[seen:], strict=False):
-        entry = item.get(token) if isinstance(item, dict) else item
-        found.append(float(getattr(entry, "logprob", entry) if entry is not None else 0.0))
-    return found
+        if not isinstance(item, dict):
+            chosen.append(float(item))
+            likeliest.append([])
+            continue
+        known = {int(other): float(getattr(entry, "logprob", entry)) for other, entry in item.items()}
+        chosen.append(known.get(token, 0.0))
+        likeliest.append(sorted(known.items(), key=lambda pair: -pair[1]))
+    return chosen, likeliest

@@ -75,7 +75,6 @@ class RayActors:
             ray.remote(Rank)
             .options(
                 num_gpus=placement.per_worker_gpu_share or 1.0,
-                num_cpus=0,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
                 runtime_env={"env_vars": environment},
             )

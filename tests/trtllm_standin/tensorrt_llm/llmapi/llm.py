@@ -46,7 +46,8 @@ class RequestOutput:
         token = self.prompt_token_ids[len(answer.token_ids) % len(self.prompt_token_ids)]
         answer.token_ids.append(token)
         if sampling.logprobs is not None:
-            answer.logprobs.append({token: SimpleNamespace(logprob=-0.5, rank=1)})
+            other = SimpleNamespace(logprob=-1.5, rank=2)
+            answer.logprobs.append({token: SimpleNamespace(logprob=-0.5, rank=1), token + 1: other})
         ends = (
             {sampling.end_id, *(sampling.stop_token_ids or ())} if not sampling.ignore_eos else set(sampling.stop_token_ids or ())
         )
