@@ -276,6 +276,8 @@ class PoolSpec(Strict):
             raise ValueError("memory is needed for a cpu pool: say how many bytes each rank may hold, for example 2GiB")
         if self.device == "cpu" and "torch" not in self.engines:
             raise ValueError("a cpu pool computes with torch; add it to engines, or use device: cuda")
+        if self.memory is None and "torch" not in self.engines:
+            raise ValueError("memory is needed for a pool without torch: no rank of ours asks its cards what they have")
         if unknown := [rank for rank in self.cordoned if not 0 <= rank < self.devices]:
             raise ValueError(f"cordoned names rank {unknown[0]}; the pool has ranks 0 to {self.devices - 1}")
         return self

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from gateway.api.config import EngineSpec, ModelSpec, PoolSpec
 from gateway.api.proto.admin_pb2 import Placement
 from gateway.api.records import PoolRecord, SwitchRecord, TrtllmRecord
@@ -50,6 +52,18 @@ async def test_a_plan_says_what_a_switch_costs_where_the_version_cannot_park(che
     row = await noted(checkpoint, tmp_path, OLD)
     assert "each switch to it is a load, 60 s" in row.reasons[0]
     assert not (await noted(checkpoint, tmp_path, FEATURES)).reasons
+
+
+@pytest.mark.parametrize(
+    ("spec", "problem"),
+    [
+        ({"device": "cpu", "memory": "1GiB", "engines": ["trtllm"]}, "computes with torch"),
+        ({"device": "cuda", "engines": ["trtllm"]}, "memory is needed for a pool without torch"),
+    ],
+)
+def test_a_pool_that_cannot_be_is_refused_when_it_is_read(spec: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        PoolSpec.model_validate(spec)
 
 
 def test_a_model_goes_to_pools_that_host_its_engine() -> None:
