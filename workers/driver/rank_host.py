@@ -109,11 +109,11 @@ class RankHost:
             probe.bind((address, 0))
             return f"tcp:{address}:{probe.getsockname()[1]}"
 
-    def launch(self, config: RankConfig) -> None:
+    def launch(self, config: RankConfig, module: str) -> None:
         """Start `rank_command`: all ranks, on bundle 0 of a cpu pool, or this bundle's."""
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                rank_command(config),
+                rank_command(config, module),
                 env=start_environment(config),
                 stdin=subprocess.DEVNULL,
                 stdout=log,

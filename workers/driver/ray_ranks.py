@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gateway.api.config import PoolSpec
 from gateway.api.errors import YardError, unavailable
-from workers.driver.launcher import starts_alone
+from workers.driver.launcher import RANK_MODULE, starts_alone
 from workers.driver.local_ranks import START_TIMEOUT_S
 from workers.driver.rank_host import NAMESPACE, HostDescription, RankHost, group_name, host_name
 from workers.driver.rank_link import listens
@@ -33,8 +33,9 @@ HOST_GPU_SHARE = 0.5
 class RayRanks:
     """Blocking calls of Ray run on a thread; one at a time."""
 
-    def __init__(self, config: RankConfig, spec: PoolSpec) -> None:
+    def __init__(self, config: RankConfig, spec: PoolSpec, *, module: str = RANK_MODULE) -> None:
         self._config = config
+        self._module = module
         self._spec = spec
         self._ranks = spec.devices
 
@@ -83,7 +84,7 @@ class RayRanks:
                 listen_host=description.node_ip if several_nodes else "",
                 rendezvous=rendezvous,
             )
-            call_hosts([host], "launch", config)
+            call_hosts([host], "launch", config, self._module)
         deadline = time.monotonic() + START_TIMEOUT_S
         for host, ranks in zip(starters, ranks_of, strict=True):
             while not call_hosts([host], "listens", ranks)[0]:
