@@ -255,7 +255,7 @@ class PoolSpec(Strict):
 
     device: Literal["cpu", "cuda"] = "cpu"
     devices: int = Field(default=1, ge=1, le=1024)
-    memory: Bytes | None = Field(default=None, description="Ledger capacity per device. Default: cuda: what the card has free.")
+    memory: Bytes | None = Field(default=None, description="Ledger capacity per device. Default: cuda: the card less 1 GiB.")
     engines: tuple[Literal["torch", "trtllm"], ...] = Field(
         default=("torch", "trtllm"),
         min_length=1,
