@@ -20,6 +20,7 @@ LINES = {
     "pyproject.toml": "Dependencies as compatible ranges, and the settings of ruff, pyright and pytest.",
     "gateway/api/proto/inference.proto": "The service that internal clients call; self-contained, to be copied.",
     "gateway/api/proto/admin.proto": "The service that ops call, through `yard` or their own tools.",
+    "ops/kubernetes/facts/rayservice-v1.json": "The schema of KubeRay's operator, without descriptions.",
     "gateway/servers/capacity.html": "The page `/capacity`: one file, nothing to build. Asks for `capacity.json` once a second.",
     "gateway/api/proto/pool.proto": "Gateway to pool driver, and controller to pool driver.",
 }

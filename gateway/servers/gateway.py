@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from gateway import drain
 from gateway.admission.quotas import Quotas
 from gateway.api.records import HEARTBEAT_S, HEARTBEAT_TTL_S, GatewayRecord
 from gateway.api.runtime import Runtime
@@ -152,6 +153,8 @@ class Gateway:
         keys, redis = self._store.keys, self._store.redis
         known = False
         while True:
+            if self._health.accepting and drain.asked(Path(self._runtime.run_dir)):
+                self._health.set_accepting(False)
             record = msgspec.json.encode(self._record())
             try:
                 async with redis.pipeline(transaction=False) as pipe:
