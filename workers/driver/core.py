@@ -13,6 +13,7 @@ from gateway.api.config import ModelSpec
 from gateway.api.errors import ErrorCode, YardError
 from workers.driver.effects import Effects, Ended, ModelFacts, RequestKey
 from workers.driver.elastic import ElasticKv
+from workers.driver.generations import kept
 from workers.driver.group import Group, Wanted
 from workers.driver.lifecycle import Lifecycle
 from workers.driver.pool_state import PoolState
@@ -71,7 +72,7 @@ class PoolCore:
             _check_placement(item, len(self.state.capacities))
         self.state.fence, self.state.revision = fence, revision
         self.state.wanted, self.state.assigned = list(wanted), True
-        self._lifecycle.match()
+        self._lifecycle.match(now)
         self._effects.changed()
         self._settle(now)
 
@@ -119,14 +120,14 @@ class PoolCore:
                 shards.setdefault(item.group_id, {})[rank] = item
         for group_id, by_rank in sorted(shards.items()):
             self._adopt(now, group_id, by_rank)
-        self._lifecycle.match()
+        self._lifecycle.match(now)
         self._effects.changed()
         self._settle(now)
 
     def on_nothing_adopted(self, now: float) -> None:
         """No ranks of an earlier driver live: new ones are being started."""
         self.state.adopting = False
-        self._lifecycle.match()
+        self._lifecycle.match(now)
         self._settle(now)
 
     def on_ranks_lost(self, now: float, reason: str) -> None:
@@ -136,19 +137,23 @@ class PoolCore:
         self.state.ranks_up = False
         self.state.message = reason
         hosted = {group.id for group in self.state.groups.values() if group.hosted}
+        keep = [group for group in self.state.groups.values() if kept(self.state, group)]
+        replaced = {group.model for group in keep}
         self.state.ops = {op.id: op for op in self.state.ops.values() if op.group_id in hosted}
         for group in list(self.state.groups.values()):
             if group.hosted:
                 continue  # its engine has processes of its own
             text = f"model `{group.model}`: {reason}; its worker group restarts"
             stood_by = group.state in ("parked", "cold")
+            gave_up = group.state == "failed" and group.retry_at is None and group.model in replaced
+            why = group.reason if gave_up else reason
             group.state = "failed"  # so that the canary's end decides nothing
             self._requests.fail_group(group, ErrorCode.UNAVAILABLE, text, self._requests.estimate_s(now, group))
             self.state.ledger.release(group.id)
-            if group.unwanted or not self.state.assigned:
+            if (group.unwanted and group not in keep) or not self.state.assigned:
                 del self.state.groups[group.id]
                 continue
-            self._renew(group, reason, "cold" if stood_by else "waiting")
+            self._renew(group, why, "failed" if gave_up else "cold" if stood_by else "waiting")
         for model in list(self.state.held):
             self._requests.fail_held(model, f"model `{model}`: {reason}; the pool's ranks restart", HELD_RETRY_S)
         self._effects.event("ranks_lost", "", reason)
@@ -276,7 +281,7 @@ class PoolCore:
         # What is parked was checked before it was parked (rule 8).
         state: State = "parked" if any_shard.parked else "checking"
         group = Group(group_id, wanted, state=state, held=dict(by_rank), kv_blocks=any_shard.kv_blocks)
-        group.load_began_at, group.inspecting = now, True
+        group.load_began_at, group.inspecting, group.proven = now, True, any_shard.parked
         for rank, shard in by_rank.items():
             self.state.ledger.record(group_id, rank, {kind: size for kind, size in shard.bytes.items() if size})
         self.state.groups[group_id] = group
@@ -287,6 +292,7 @@ class PoolCore:
         """The same worker group, to be loaded anew under an id that no rank has seen; on request if it stood by."""
         fresh = Group(self.state.next_group, group.wanted, state=state, reason=reason, facts=group.facts, sizing=group.sizing)
         fresh.used_at = group.used_at
+        fresh.unwanted, fresh.proven, fresh.gives_way = group.unwanted, group.proven, group.gives_way
         fresh.attempts, fresh.damaged_at = group.attempts, group.damaged_at
         self.state.next_group += 1
         del self.state.groups[group.id]

@@ -106,6 +106,8 @@ class Group:
     wake_asked_at: float | None = None  # by an operator, or by a request that could not wait; until it is ready or failed
     drop_asked: bool = False  # its standby copy is to go too
     park_retry_at: float | None = None  # a park failed; not before then again
+    proven: bool = False  # it served, or its shards did before this driver
+    gives_way: bool = False  # to a newer generation; until it is ready or failed
     damaged_at: float | None = None  # when its weights last gave no numbers
 
     @property

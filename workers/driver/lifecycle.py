@@ -8,6 +8,7 @@ from __future__ import annotations
 from gateway.api.errors import ErrorCode, YardError
 from workers.driver.effects import Effects, Ended, ModelFacts
 from workers.driver.elastic import ElasticKv
+from workers.driver.generations import comes, gave_way, kept, replacement_comes
 from workers.driver.group import FIRST_BACKOFF_S, LAST_BACKOFF_S, MAX_ATTEMPTS, Group, Op
 from workers.driver.group_memory import enter_measured, open_batcher
 from workers.driver.pool_state import PoolState
@@ -42,7 +43,7 @@ class Lifecycle:
             make_room=self._make_room,
         )
 
-    def match(self) -> None:
+    def match(self, now: float) -> None:
         """Find for every assigned group the one that is there, or begin a new one; mark the others unwanted."""
         if not self._state.assigned or self._state.adopting:
             return
@@ -58,6 +59,8 @@ class Lifecycle:
                 group.damaged_at = None
                 if group.state == "failed":
                     group.attempts, group.retry_at = 0, 0.0  # try again
+            if group.unwanted and group.gives_way:
+                self.switching.come_back(now, group)
             group.wanted, group.unwanted = wanted, False
         for group in free:
             group.unwanted = True
@@ -66,13 +69,14 @@ class Lifecycle:
         """The decision tree, while ranks are up:
 
         1. What is not wanted and holds nothing goes; what serves drains once its replacement serves, at once if there is none.
+           What served and has no replacement yet stays at hand: see `generations`.
         2. What drains and is quiet is unloaded (rule 5).
         3. What failed waits its backoff out, then tries again, a bounded number of times.
         4. What is to be parked or dropped and is quiet, is (rule 5).
         5. What somebody asks for goes before what nobody asks for, then by priority and name. What stands by is woken; what waits
            is loaded: facts, then sizes, then the ledger on all ranks (rule 3), then the load. One lifecycle operation a model,
            one load a rank. When the ledger is short: KV above floors is called back; failing that, idle models are parked;
-           failing that, the old generation of the same model makes room; failing that, it waits with the reason, or stands
+           failing that, the old generation of the same model gives way; failing that, it waits with the reason, or stands
            back until it is asked for where only higher priority is in its way.
         """
         if not self._state.ranks_up:
@@ -80,11 +84,12 @@ class Lifecycle:
         for group in list(self._state.groups.values()):
             # 1.
             if group.unwanted and group.op is None:
-                if group.state in ("waiting", "failed", "cold"):
+                if group.state in ("waiting", "failed", "cold") and not kept(self._state, group):
                     del self._state.groups[group.id]
+                    self._retry_newer(now, group)
                     self._effects.changed()
                     continue
-                if group.state in ("checking", "ready", "parking", "parked") and not self._replacement_comes(group):
+                if group.state in ("checking", "ready", "parking", "parked") and not replacement_comes(self._state, group):
                     self._drain(group)
             # 2.
             if group.state == "draining" and group.quiet:
@@ -101,7 +106,7 @@ class Lifecycle:
         coming = [
             group
             for group in self._state.groups.values()
-            if group.op is None and (group.state == "waiting" or self.switching.wanted(group))
+            if group.op is None and ((group.state == "waiting" and comes(self._state, group)) or self.switching.wanted(group))
         ]
         held = self._state.held
         for group in sorted(
@@ -109,7 +114,7 @@ class Lifecycle:
         ):
             if group.state == "waiting":
                 self._advance(now, group)
-            else:
+            elif self.switching.wanted(group):
                 self.switching.bring(now, group)
         for model in [model for model in self._state.held if not self._may_come(model)]:
             self._requests.release_held(now, model)
@@ -122,7 +127,7 @@ class Lifecycle:
             self._fail(now, group, facts)
             return
         try:
-            group.sizing = self._size(group, facts)
+            group.sizing = self._size(group, facts, group.attempts)
         except YardError as error:
             self._fail(now, group, error.message)
             return
@@ -208,12 +213,14 @@ class Lifecycle:
     def _damaged_lately(self, now: float, group: Group) -> bool:
         return group.damaged_at is not None and now - group.damaged_at < DAMAGE_FORGOTTEN_S
 
-    def _replacement_comes(self, group: Group) -> bool:
-        others = [other for other in self._state.of_model(group.model) if not other.unwanted]
-        return bool(others) and not any(other.state == "ready" or other.state in STANDING_BY for other in others)
+    def _retry_newer(self, now: float, old: Group) -> None:
+        """What was not tried again for the sake of this one may be: it is no more."""
+        for group in self._state.of_model(old.model):
+            if old.proven and not group.unwanted and group.state == "failed" and group.attempts < MAX_ATTEMPTS:
+                group.retry_at = now if group.retry_at is None else group.retry_at
 
     def _may_come(self, model: str) -> bool:
-        return any(group.state in COMING and not group.unwanted for group in self._state.of_model(model))
+        return any(group.state in COMING and comes(self._state, group) for group in self._state.of_model(model))
 
     def _drain(self, group: Group) -> None:
         self._to(group, "draining", "")
@@ -227,7 +234,7 @@ class Lifecycle:
                 self._effects.inspect(group.id, group.model, group.spec)
             return
         if group.sizing is None:
-            group.sizing = self._size(group, group.facts)
+            group.sizing = self._size(group, group.facts, group.attempts)
         busy = [other for other in self._state.groups.values() if other.op is not None and other.op.kind != "kv"]
         if any(other.model == group.model for other in busy):
             return
@@ -236,35 +243,48 @@ class Lifecycle:
         try:
             self._state.ledger.reserve(group.id, group.sizing.budget)
         except LedgerFull as full:
-            self._make_room(now, group, full)
+            if self._others_leave(now, group, full):
+                return
+            least = self._size(group, group.facts, 0)
+            if least.budget != group.sizing.budget:  # there is no room for more than it was planned to take
+                group.sizing = least
+                self._advance(now, group)
+                return
+            self._wait_for_room(now, group, full)
             return
         group.reclaiming = False
         self._load(now, group)
 
-    def _size(self, group: Group, facts: ModelFacts) -> GroupSizing:
+    def _size(self, group: Group, facts: ModelFacts, failed_attempts: int) -> GroupSizing:
         """YardError when the model cannot be so."""
-        return size_group(group.model, group.spec, facts, group.wanted.placement, self._state.device, group.attempts)
+        return size_group(group.model, group.spec, facts, group.wanted.placement, self._state.device, failed_attempts)
 
     def _make_room(self, now: float, group: Group, full: LedgerFull) -> None:
+        if not self._others_leave(now, group, full):
+            self._wait_for_room(now, group, full)
+
+    def _others_leave(self, now: float, group: Group, full: LedgerFull) -> bool:
         shortages = "; ".join(map(str, full.shortages))
         parking = any(other.state == "parking" and set(other.ranks) & set(group.ranks) for other in self._state.groups.values())
         if not parking and self._kv.reclaim_for_load(full.shortages):
             group.reclaiming = True
             self._to(group, group.state, f"KV memory of other models is called back ({shortages})")
-            return
+            return True
         if leaving := self.switching.evict(now, group, full.shortages):
             group.reclaiming = True
             self._to(group, group.state, f"{leaving} ({shortages})")
-            return
-        group.reclaiming = False
-        old = [other for other in self._state.of_model(group.model) if other.unwanted and set(other.ranks) & set(group.ranks)]
-        for other in old:
-            if other.state in ("checking", "ready") and other.op is None:
-                self._drain(other)
-        if old:
+            return True
+        return False
+
+    def _wait_for_room(self, now: float, group: Group, full: LedgerFull) -> None:
+        shortages = "; ".join(map(str, full.shortages))
+        text = f"memory: {shortages}; unload a model of this pool, lower kv.floor, or raise the pool's memory"
+        group.reclaiming = self.switching.give_way(now, group, full.shortages)
+        if group.reclaiming:
             self._to(group, group.state, f"the old generation makes room ({shortages})")
+        elif group.state == "waiting" and gave_way(self._state, group):
+            self._fail(now, group, text)
         elif not self.switching.stand_back(now, group, full.shortages):
-            text = f"memory: {shortages}; unload a model of this pool, lower kv.floor, or raise the pool's memory"
             self._to(group, group.state, text)
 
     def _load(self, now: float, group: Group) -> None:
@@ -316,16 +336,21 @@ class Lifecycle:
         held = group.id in self._state.ledger.owners()
         group.attempts += 1
         backoff = min(FIRST_BACKOFF_S * 2 ** (group.attempts - 1), LAST_BACKOFF_S)
-        again = group.attempts < MAX_ATTEMPTS
+        old = gave_way(self._state, group)
+        again = group.attempts < MAX_ATTEMPTS and not old
         group.retry_at = now + backoff if again else None
-        tail = f"attempt {group.attempts} of {MAX_ATTEMPTS}" + (
-            f", next in {backoff:.0f} s" if again else "; apply it again to retry"
-        )
+        tail = f"attempt {group.attempts} of {MAX_ATTEMPTS}" + (f", next in {backoff:.0f} s" if again else "")
+        if old:
+            tail += f"; generation {old[0].wanted.generation} serves on, there is no room for both"
+        if not again:
+            tail += "; apply it again to retry"
         self._to(group, "failed", f"{reason} ({tail})")
         group.reclaiming = False
         self._requests.fail_group(group, ErrorCode.UNAVAILABLE, f"model `{group.model}`: {reason}", backoff)
         if held:
             self._unload(group)
+        for other in old:
+            self.switching.come_back(now, other)
         if not any(other.state in ("ready", *_GOING, *STANDING_BY) for other in self._state.of_model(group.model)):
             self._requests.fail_held(group.model, f"model `{group.model}`: {reason}", backoff)
 
@@ -338,6 +363,7 @@ class Lifecycle:
                 state, group.model, f"group {group.id} on {group.wanted.placement}" + (f": {reason}" if reason else "")
             )
         if state in ("ready", "failed"):
-            group.wake_asked_at = None
+            group.wake_asked_at, group.gives_way = None, False
+            group.proven = group.proven or state == "ready"
         group.state, group.reason = state, reason
         self._effects.changed()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from gateway.api.errors import ErrorCode, invalid
 from workers.driver import estimates
 from workers.driver.effects import OWN_LINK, Effects, Ended, RequestKey
+from workers.driver.generations import comes
 from workers.driver.group import Group
 from workers.driver.pool_state import Held, PoolState, Totals
 from workers.driver.residency import COMING, STANDING_BY
@@ -64,7 +65,7 @@ class Requests:
             self._enqueue(now, request, arrival, min(ready, key=lambda group: (group.outstanding_tokens, group.id)))
             return
         # 4.
-        coming = [group for group in groups if group.state in COMING and not group.unwanted]
+        coming = [group for group in groups if group.state in COMING and comes(self._state, group)]
         if coming:
             self._hold(now, request, arrival, coming)
             return

@@ -15,6 +15,7 @@ from gateway.api.errors import ErrorCode, YardError
 from placement.parking import Resident, Wanting, make_room
 from workers.driver.effects import Effects
 from workers.driver.estimates import wake_s
+from workers.driver.generations import comes, in_the_way
 from workers.driver.group import Group, Op
 from workers.driver.group_memory import enter_measured, enter_parked, open_batcher, reserve_wake
 from workers.driver.pool_state import PoolState
@@ -95,7 +96,7 @@ class Switching:
 
     def wanted(self, group: Group) -> bool:
         """It stands by, and somebody waits for it."""
-        return group.state in ("parked", "cold") and not group.unwanted and self._asked(group)
+        return group.state in ("parked", "cold") and comes(self._state, group) and self._asked(group)
 
     def bring(self, now: float, group: Group) -> None:
         """Wake what is wanted, if the ledger has room on all its ranks (rule 3)."""
@@ -145,23 +146,35 @@ class Switching:
 
     def evict(self, now: float, wanting: Group, shortages: Iterable[Shortage]) -> str:
         """Park others for it. Empty when all that may leave would not do, else what is under way."""
-        missing = {shortage.rank: shortage.asked_bytes - shortage.free_bytes for shortage in shortages}
-        going = [group for group in self._state.groups.values() if group.state == "parking" and group is not wanting]
-        for group in going:
-            for rank, size in self._freed(group).items():
-                if rank in missing:
-                    missing[rank] -= size
-        names = {group.model for group in going}
-        asks = Wanting(wanting.spec.priority, self._asked(wanting), self._waited_s(now, wanting))
-        chosen = make_room(self._residents(now, wanting), asks, missing)
+        going = self._going(wanting)
+        chosen = self._chosen(now, wanting, shortages, going)
         if chosen is None:
             return ""
-        for group_id in chosen:
-            group = self._state.groups[group_id]
-            self._park(group, f"makes room for `{wanting.model}`")
-            self.go_on(now, group)
+        names = {group.model for group in going}
+        for group in chosen:
+            self._leave(now, group, f"makes room for `{wanting.model}`")
             names.add(group.model)
         return f"{', '.join(sorted(names))} parked to make room" if names else ""
+
+    def give_way(self, now: float, wanting: Group, shortages: Iterable[Shortage]) -> bool:
+        """Its old generation leaves memory for it, and what else is needed; False when that would not do."""
+        old = in_the_way(self._state, wanting)
+        chosen = self._chosen(now, wanting, shortages, [*self._going(wanting), *old]) if old else None
+        if chosen is None:
+            return False
+        for group in old:
+            group.gives_way = True
+            cannot_park = not all(held.parkable for held in group.held.values()) or self._failed_to_park(now, group)
+            group.drop_asked = group.state == "parked" or cannot_park
+        for group in (*old, *chosen):
+            self._leave(now, group, f"makes room for `{wanting.model}` of generation {wanting.wanted.generation}")
+        return True
+
+    def come_back(self, now: float, group: Group) -> None:
+        """What it gave way to has failed, or is not wanted any more."""
+        group.wake_asked_at = now
+        if group.state == "parked":
+            group.drop_asked = False
 
     def stand_back(self, now: float, group: Group, shortages: Iterable[Shortage]) -> bool:
         """Nobody asks for it, and only what is worth more is in its way: it comes in once it is asked for."""
@@ -237,11 +250,33 @@ class Switching:
         self._requests.drop_shadows(group)
         return ""
 
+    def _leave(self, now: float, group: Group, reason: str) -> None:
+        self._park(group, reason)
+        self.go_on(now, group)
+
+    def _going(self, wanting: Group) -> list[Group]:
+        return [group for group in self._state.groups.values() if group.state == "parking" and group is not wanting]
+
+    def _chosen(self, now: float, wanting: Group, shortages: Iterable[Shortage], leaving: Iterable[Group]) -> list[Group] | None:
+        """Who leaves besides; None when all that may would not do."""
+        missing = {shortage.rank: shortage.asked_bytes - shortage.free_bytes for shortage in shortages}
+        for group in leaving:
+            for rank, size in self._freed(group).items():
+                if rank in missing:
+                    missing[rank] -= size
+        asks = Wanting(wanting.spec.priority, self._asked(wanting), self._waited_s(now, wanting))
+        chosen = make_room(self._residents(now, wanting), asks, missing)
+        return None if chosen is None else [self._state.groups[group_id] for group_id in chosen]
+
     def _idle(self, now: float, group: Group) -> bool:
         """It serves, nobody waits for an answer of it, and no park of it failed a moment ago."""
-        if group.park_retry_at is not None and now < group.park_retry_at:
+        if self._failed_to_park(now, group):
             return False
         return group.state == "ready" and group.op is None and not group.wanted_by_somebody
+
+    def _failed_to_park(self, now: float, group: Group) -> bool:
+        """A moment ago."""
+        return group.park_retry_at is not None and now < group.park_retry_at
 
     def _drop(self, group: Group) -> None:
         group.drop_asked = False
@@ -275,12 +310,15 @@ class Switching:
     def _situation(self, group: Group) -> Situation:
         others = [other for other in self._state.of_model(group.model) if other is not group]
         return Situation(
-            pinned=group.spec.residency == "resident",
-            parkable=all(held.parkable for held in group.held.values()),
+            pinned=group.spec.residency == "resident" and not group.gives_way,
+            parkable=group.gives_way or all(held.parkable for held in group.held.values()),
             operating=any(other.op is not None and other.op.kind != "kv" for other in others),
             asked=self._asked(group),
             bringing=not group.wake_asked
-            and any(other.state in ("waiting", "loading", "checking", "waking") and not other.unwanted for other in others),
+            and any(
+                other.state in ("waiting", "loading", "checking", "waking") and other.unwanted == group.unwanted
+                for other in others
+            ),
         )
 
     def _asked(self, group: Group) -> bool:
@@ -305,9 +343,9 @@ class Switching:
     def _residents(self, now: float, wanting: Group) -> Iterator[Resident]:
         """Groups that may be parked for it."""
         for group in self._state.groups.values():
-            if group is wanting or group.state != "ready" or isinstance(self._decide(group, "park"), str):
+            if group.model == wanting.model or group.state != "ready" or isinstance(self._decide(group, "park"), str):
                 continue
-            if group.park_retry_at is not None and now < group.park_retry_at:
+            if self._failed_to_park(now, group):
                 continue
             yield Resident(
                 group_id=group.id,

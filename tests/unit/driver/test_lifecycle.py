@@ -183,12 +183,12 @@ def test_a_new_generation_loads_beside_the_old_which_serves_until_then() -> None
     assert [(group.wanted.generation, group.state) for group in world.core.state.groups.values()] == [(2, "ready")]
 
 
-def test_a_new_generation_waits_for_the_old_to_drain_where_both_do_not_fit() -> None:
+def test_a_new_generation_waits_for_the_old_to_give_way_where_both_do_not_fit() -> None:
     world = World(capacity_mib=LOAD_MIB + 10).ready()
     key = world.submit((1, 2), max_tokens=10)
     world.assign(wanted(generation=2, source="file:/other"))
     world.turn()
-    assert sorted(world.states()) == ["draining", "waiting"]
+    assert sorted(world.states()) == ["parking", "waiting"]
     assert "old generation makes room" in next(g.reason for g in world.core.state.groups.values() if g.state == "waiting")
     held = world.submit((3, 4), max_tokens=2)
     assert held in world.holds

@@ -29,11 +29,12 @@ moves = st.one_of(
     st.tuples(st.just("cancel")),
     st.tuples(st.just("errors"), st.sampled_from(["load_error", "park_error", "wake_error", "grow_error", ""])),
     st.tuples(st.just("assign"), st.sets(st.sampled_from(MODELS))),
+    st.tuples(st.just("upgrade"), st.sampled_from(MODELS)),
     st.tuples(st.just("lose")),
 )
 
 
-def wanted(model: str) -> Wanted:
+def wanted(model: str, generation: int = 1) -> Wanted:
     return pool_world.wanted(
         model,
         RANKS[model],
@@ -41,6 +42,8 @@ def wanted(model: str) -> Wanted:
         kv=KvSpec(floor=FLOOR_MIB * MIB, block_tokens=16),
         limits=LimitsSpec(concurrency=3, queue=5, batch_tokens=32),
         idle_park_s=30,
+        generation=generation,
+        context=256 - generation % 2,  # some go back
     )
 
 
@@ -49,6 +52,7 @@ class Story:
         self.world = World(ranks=2, capacity_mib=CAPACITY_MIB)
         self.world.core.on_host_memory(0, dict.fromkeys((0, 1), standby_mib * MIB))
         self.standby_mib = standby_mib
+        self.generations: dict[str, int] = dict.fromkeys(MODELS, 1)
         self.keys: dict[tuple[int, int], int] = {}
         self.world.assign(*map(wanted, MODELS))
         self.check()
@@ -76,11 +80,17 @@ class Story:
                 if which:
                     setattr(world.ranks[1], which, "told to")
             case ("assign", models):
-                world.assign(*map(wanted, sorted(models)))
+                self.assign(models)
+            case ("upgrade", model):
+                self.generations[model] += 1
+                self.assign({wanted.model for wanted in world.core.state.wanted})
             case ("lose",):
                 world.lose_ranks()
                 world.ranks_up()
         self.check()
+
+    def assign(self, models: set[str]) -> None:
+        self.world.assign(*(wanted(model, self.generations[model]) for model in sorted(models)))
 
     def heal(self) -> None:
         for rank in self.world.ranks:
@@ -100,7 +110,9 @@ class Story:
         """Everything heals, everybody is answered."""
         world = self.world
         self.heal()
-        world.assign(*map(wanted, MODELS))
+        for model in MODELS:
+            self.generations[model] += 2  # what failed for good is tried again
+        self.assign(set(MODELS))
         world.run()
         for _ in range(12):
             world.later(31)
