@@ -35,6 +35,8 @@ def write_checkpoint(directory: Path, layers: int = 2, hidden: int = 128, vocabu
         {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in tensors.items()}, directory / "model.safetensors"
     )
     _tokenizer().save(str(directory / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (directory / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "</s>"}))
     return directory
 
 
