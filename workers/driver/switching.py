@@ -15,7 +15,7 @@ from gateway.api.errors import ErrorCode, YardError
 from placement.parking import Resident, Wanting, make_room
 from workers.driver.effects import Effects
 from workers.driver.estimates import wake_s
-from workers.driver.generations import comes, in_the_way
+from workers.driver.generations import comes, in_the_way, stands_in
 from workers.driver.group import Group, Op
 from workers.driver.group_memory import enter_measured, enter_parked, open_batcher, reserve_wake
 from workers.driver.pool_state import PoolState
@@ -55,7 +55,7 @@ class Switching:
 
     def ask(self, now: float, model: str, residency: str) -> str:
         """Begin to bring a model to `resident`, `parked` or `cold`; the state that it has now. YardError says why not."""
-        groups = [group for group in self._state.of_model(model) if not group.unwanted and group.state != "draining"]
+        groups = self._served_by(model)
         if not groups:
             raise YardError(ErrorCode.NOT_FOUND, f"model `{model}` is not in this pool")
         if residency not in ("resident", "parked", "cold"):
@@ -67,7 +67,7 @@ class Switching:
 
     def described(self, model: str) -> str:
         """The states of its groups, and why they are no further."""
-        groups = [group for group in self._state.of_model(model) if not group.unwanted]
+        groups = self._served_by(model)
         return ", ".join(
             sorted(
                 {
@@ -76,6 +76,11 @@ class Switching:
                 }
             )
         )
+
+    def _served_by(self, model: str) -> list[Group]:
+        """Its old generation where that stands in for a new one."""
+        groups = list(self._state.of_model(model))
+        return [group for group in groups if stands_in(self._state, group)] or [group for group in groups if not group.unwanted]
 
     def _ask(self, now: float, group: Group, residency: str) -> str:
         if residency == "resident":

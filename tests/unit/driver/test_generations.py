@@ -175,6 +175,20 @@ def test_an_old_generation_that_is_parked_serves_while_the_new_one_cannot() -> N
     assert answered(world)
 
 
+def test_an_operator_parks_and_wakes_what_stands_in() -> None:
+    world, _ = serving("auto")
+    world.ranks[0].load_error = "corrupt"
+    world.assign(newer("auto"))
+    world.run()
+    for residency, state in (("parked", "parked"), ("resident", "ready"), ("cold", "cold")):
+        world.core.on_set_residency(world.now, 0, "a", residency)
+        world.run()
+        assert generations(world) == {1: state, 2: "failed"}
+    world.ranks[0].load_error = ""
+    assert answered(world)
+    assert generations(world) == {1: "ready", 2: "failed"}
+
+
 def test_idle_models_make_room_before_the_old_generation_does() -> None:
     """So it serves until the new one does."""
     world = World(capacity_mib=2 * ONE_FITS_MIB).ready(wanted(), wanted("b"))
