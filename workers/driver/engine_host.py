@@ -37,6 +37,7 @@ MOVE_TIMEOUT_S = 300.0
 SHUTDOWN_TIMEOUT_S = 90.0  # the library waits up to 60 s for its ranks
 FREE_TIMEOUT_S = 60.0  # of one measurement; repeated until the memory is free
 UNMEASURED_PAUSE_S = 2.0
+LAST_WORDS = 200  # characters of a log, in a reason
 
 
 class Reports(Protocol):
@@ -290,7 +291,8 @@ class EngineHost:
             reason = await link.read(self._on_message)
             if not self._ending and self._link is link:
                 with contextlib.suppress(YardError):
-                    reason = f"{reason} ({await self._seat.log_tail(self._name)})"
+                    last = (await self._seat.log_tail(self._name)).strip().splitlines()[-1:]
+                    reason = f"{reason}; its log ends: {last[0][-LAST_WORDS:]}" if last else reason
                 self._reports.lost(self._id, reason)
 
         self._spawn(follow(), f"engine-link-{self._id}")

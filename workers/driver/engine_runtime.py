@@ -65,10 +65,12 @@ class EngineRuntime:
         return self.features
 
     def record(self) -> TrtllmRecord | None:
-        """None where the site has none."""
+        """None where the site has none. Short, for it goes with every heartbeat; without variables, which may be secrets."""
         if self.settings.python is None:
             return None
-        return TrtllmRecord(self.settings.model_dump_json(), self.features, self.problem)
+        settings = self.settings.model_copy(update={"environment": {}})
+        features = self.features and msgspec.structs.replace(self.features, generate=(), sampling=())
+        return TrtllmRecord(settings.model_dump_json(), features, self.problem)
 
     def environment(self, place: Place) -> dict[str, str]:
         return environment(self.settings, self.seat.environment, place.devices, place.ray_address)

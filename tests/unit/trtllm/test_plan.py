@@ -17,6 +17,8 @@ from gateway.controller.situation import PoolSight
 from gateway.servers.engine_plan import with_engine_notes
 from gateway.state.view import ModelEntry, PoolEntry
 from placement.types import ModelRequest, ModelShape
+from workers.driver.engine_runtime import EngineRuntime
+from workers.driver.engine_seats import LocalSeat
 
 NEEDED = ("model", "tensor_parallel_size", "pipeline_parallel_size", "max_batch_size", "max_num_tokens", "max_seq_len")
 FEATURES = Features(
@@ -52,6 +54,14 @@ async def test_a_plan_says_what_a_switch_costs_where_the_version_cannot_park(che
     row = await noted(checkpoint, tmp_path, OLD)
     assert "each switch to it is a load, 60 s" in row.reasons[0]
     assert not (await noted(checkpoint, tmp_path, FEATURES)).reasons
+
+
+def test_what_a_pool_publishes_of_its_engine_has_no_variables(tmp_path: Path) -> None:
+    """Rule 15: they may be secrets."""
+    settings = EngineSpec(python="/opt/python", environment={"HF_TOKEN": "hf_secret"})
+    record = EngineRuntime(settings, LocalSeat(tmp_path), tmp_path).record()
+    assert record is not None
+    assert "hf_secret" not in repr(record)
 
 
 @pytest.mark.parametrize(
