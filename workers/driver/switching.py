@@ -1,6 +1,7 @@
 """Parks and wakes: what is in a pool's memory this second. Pure decisions; the states are in `residency`.
 
-- Wanted: a group for which requests are held, or that an operator asked for. It is woken once however many ask (rule 6).
+- Wanted: a group for which requests are held, that somebody asked for, or that its replicas need. See `room`; it is woken once
+  however many ask (rule 6).
 - Room: idle groups leave by least value per byte, never pinned ones, never one with requests in flight. When all that could
   leave is busy and requests have waited for a while, busy groups take turns: they take nothing new, end what they have, park.
   Who leaves is decided in `placement.parking`, which the simulator uses too.
@@ -9,18 +10,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from gateway.api.errors import ErrorCode, YardError
-from placement.parking import Resident, Wanting, make_room
 from workers.driver.effects import Effects
-from workers.driver.estimates import wake_s
 from workers.driver.generations import comes, in_the_way, stands_in
 from workers.driver.group import Group, Op
 from workers.driver.group_memory import enter_measured, enter_parked, open_batcher, reserve_wake
 from workers.driver.pool_state import PoolState
 from workers.driver.requests import Requests
-from workers.driver.residency import STANDING_BY, Event, Situation, State, Transition, decide
+from workers.driver.residency import STANDING_BY, Event, State, Transition, decide
+from workers.driver.room import asked, failed_to_park, fits_if_asked_for, going, situation, who_leaves
 from workers.memory.ledger import LedgerFull, Shortage
 from workers.messages import ParkShard, WakeShard
 
@@ -101,12 +101,12 @@ class Switching:
 
     def wanted(self, group: Group) -> bool:
         """It stands by, and somebody waits for it."""
-        return group.state in ("parked", "cold") and comes(self._state, group) and self._asked(group)
+        return group.state in ("parked", "cold") and comes(self._state, group) and asked(self._state, group)
 
     def bring(self, now: float, group: Group) -> None:
         """Wake what is wanted, if the ledger has room on all its ranks (rule 3)."""
         if group.state == "cold":
-            if group.op is None and not isinstance(decide("cold", "want", self._situation(group)), str):
+            if group.op is None and not isinstance(decide("cold", "want", situation(self._state, group)), str):
                 self._move(group, "waiting", "")
             return
         if group.sizing is None or group.op is not None or isinstance(self._decide(group, "wake"), str):
@@ -143,7 +143,7 @@ class Switching:
         """Now and then: what nobody has used for long."""
         for group in self._state.groups.values():
             spec, idle_s = group.spec, now - max(group.used_at, group.ready_since)
-            if spec.idle_unload_s is not None and idle_s >= spec.idle_unload_s and not self._asked(group):
+            if spec.idle_unload_s is not None and idle_s >= spec.idle_unload_s and not asked(self._state, group):
                 if group.state == "parked" or (self._idle(now, group) and not self._park(group, "idle")):
                     group.drop_asked = True
             elif spec.idle_park_s is not None and idle_s >= spec.idle_park_s and self._idle(now, group):
@@ -151,11 +151,11 @@ class Switching:
 
     def evict(self, now: float, wanting: Group, shortages: Iterable[Shortage]) -> str:
         """Park others for it. Empty when all that may leave would not do, else what is under way."""
-        going = self._going(wanting)
-        chosen = self._chosen(now, wanting, shortages, going)
+        parking = going(self._state, wanting)
+        chosen = who_leaves(self._state, now, wanting, shortages, parking)
         if chosen is None:
             return ""
-        names = {group.model for group in going}
+        names = {group.model for group in parking}
         for group in chosen:
             self._leave(now, group, f"makes room for `{wanting.model}`")
             names.add(group.model)
@@ -164,12 +164,12 @@ class Switching:
     def give_way(self, now: float, wanting: Group, shortages: Iterable[Shortage]) -> bool:
         """Its old generation leaves memory for it, and what else is needed; False when that would not do."""
         old = in_the_way(self._state, wanting)
-        chosen = self._chosen(now, wanting, shortages, [*self._going(wanting), *old]) if old else None
+        chosen = who_leaves(self._state, now, wanting, shortages, [*going(self._state, wanting), *old]) if old else None
         if chosen is None:
             return False
         for group in old:
             group.gives_way = True
-            cannot_park = not all(held.parkable for held in group.held.values()) or self._failed_to_park(now, group)
+            cannot_park = not all(held.parkable for held in group.held.values()) or failed_to_park(now, group)
             group.drop_asked = group.state == "parked" or cannot_park
         for group in (*old, *chosen):
             self._leave(now, group, f"makes room for `{wanting.model}` of generation {wanting.wanted.generation}")
@@ -187,9 +187,7 @@ class Switching:
         beside = [other for other in self._state.groups.values() if not set(other.ranks).isdisjoint(group.ranks)]
         if any(other.state in moving for other in beside) or isinstance(self._decide(group, "stand_back"), str):
             return False
-        missing = {shortage.rank: shortage.asked_bytes - shortage.free_bytes for shortage in shortages}
-        asks = Wanting(group.spec.priority, asked=True, waited_s=0.0)
-        if make_room(self._residents(now, group), asks, missing) is None:
+        if not fits_if_asked_for(self._state, now, group, shortages):
             return False
         self._move(group, "cold", "comes in when it is asked for: what is in memory has higher priority")
         return True
@@ -213,9 +211,9 @@ class Switching:
             self._move(group, "ready", "")
             self._requests.release_held(now, group.model)
             return
-        before = sum(self._freed(group).values())
+        before = sum(self._state.ledger.of_owner(group.id).values())
         enter_parked(self._state.ledger, group)
-        freed = before - sum(self._freed(group).values())
+        freed = before - sum(self._state.ledger.of_owner(group.id).values())
         group.batcher, group.kv_blocks, group.grow_denied_at, group.idle_since = None, 0, None, None
         self._timed(now, group, "park", freed)
         self._move(group, "parked", "")
@@ -259,29 +257,11 @@ class Switching:
         self._park(group, reason)
         self.go_on(now, group)
 
-    def _going(self, wanting: Group) -> list[Group]:
-        return [group for group in self._state.groups.values() if group.state == "parking" and group is not wanting]
-
-    def _chosen(self, now: float, wanting: Group, shortages: Iterable[Shortage], leaving: Iterable[Group]) -> list[Group] | None:
-        """Who leaves besides; None when all that may would not do."""
-        missing = {shortage.rank: shortage.asked_bytes - shortage.free_bytes for shortage in shortages}
-        for group in leaving:
-            for rank, size in self._freed(group).items():
-                if rank in missing:
-                    missing[rank] -= size
-        asks = Wanting(wanting.spec.priority, self._asked(wanting), self._waited_s(now, wanting))
-        chosen = make_room(self._residents(now, wanting), asks, missing)
-        return None if chosen is None else [self._state.groups[group_id] for group_id in chosen]
-
     def _idle(self, now: float, group: Group) -> bool:
         """It serves, nobody waits for an answer of it, and no park of it failed a moment ago."""
-        if self._failed_to_park(now, group):
+        if failed_to_park(now, group):
             return False
         return group.state == "ready" and group.op is None and not group.wanted_by_somebody
-
-    def _failed_to_park(self, now: float, group: Group) -> bool:
-        """A moment ago."""
-        return group.park_retry_at is not None and now < group.park_retry_at
 
     def _drop(self, group: Group) -> None:
         group.drop_asked = False
@@ -310,55 +290,4 @@ class Switching:
         return op
 
     def _decide(self, group: Group, event: Event) -> Transition | str:
-        return decide(group.state, event, self._situation(group))
-
-    def _situation(self, group: Group) -> Situation:
-        others = [other for other in self._state.of_model(group.model) if other is not group]
-        return Situation(
-            pinned=group.spec.residency == "resident" and not group.gives_way,
-            parkable=group.gives_way or all(held.parkable for held in group.held.values()),
-            operating=any(other.op is not None and other.op.kind != "kv" for other in others),
-            asked=self._asked(group),
-            bringing=not group.wake_asked
-            and any(
-                other.state in ("waiting", "loading", "checking", "waking") and other.unwanted == group.unwanted
-                for other in others
-            ),
-        )
-
-    def _asked(self, group: Group) -> bool:
-        pinned = group.spec.residency == "resident"  # since a moment ago, or it would not stand by
-        return group.wake_asked or pinned or bool(self._state.held.get(group.model)) or self._short_of_replicas(group)
-
-    def _short_of_replicas(self, group: Group) -> bool:
-        """All that serve of its model have as much as they run at once, and more."""
-        serving = [other for other in self._state.of_model(group.model) if other.state == "ready" and other is not group]
-        return bool(serving) and all(other.full for other in serving)
-
-    def _waited_s(self, now: float, group: Group) -> float:
-        since = [held.since for held in self._state.held.get(group.model, ())]
-        if group.wake_asked_at is not None:
-            since.append(group.wake_asked_at)
-        return now - min(since, default=now)
-
-    def _freed(self, group: Group) -> dict[int, int]:
-        """Bytes by rank that it has in the ledger."""
-        return self._state.ledger.of_owner(group.id)
-
-    def _residents(self, now: float, wanting: Group) -> Iterator[Resident]:
-        """Groups that may be parked for it."""
-        for group in self._state.groups.values():
-            if group.model == wanting.model or group.state != "ready" or isinstance(self._decide(group, "park"), str):
-                continue
-            if self._failed_to_park(now, group):
-                continue
-            yield Resident(
-                group_id=group.id,
-                bytes=self._freed(group),
-                quiet=group.op is None and not group.wanted_by_somebody,  # copies that nobody waits for end with the park
-                idle_s=now - max(group.used_at, group.ready_since),
-                ready_s=now - group.ready_since,
-                priority=group.spec.priority,
-                keep_warm_s=group.spec.keep_warm_s,
-                wake_s=wake_s(self._state, group),
-            )
+        return decide(group.state, event, situation(self._state, group))
