@@ -202,7 +202,8 @@ def kv_floor_bytes(request: ModelRequest, tensor_parallel: int, pipeline_paralle
         return tuple(min(max(request.kv_floor_bytes, size), ceiling or sys.maxsize) for size in one)
     per_block = [kv_bytes(request, tensor_parallel, pipeline_parallel, stage, request.kv_block_tokens) for stage in stages]
     blocks = -(-request.context // request.kv_block_tokens)
-    blocks = max(blocks, *(-(-request.kv_floor_bytes // size) for size in per_block))
+    if not request.shape.encoder:
+        blocks = max(blocks, *(-(-request.kv_floor_bytes // size) for size in per_block))
     if ceiling is not None:
         blocks = min(blocks, *(ceiling // size for size in per_block))
     return tuple(blocks * size for size in per_block)

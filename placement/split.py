@@ -36,6 +36,8 @@ def tensor_parallel_problem(shape: ModelShape, degree: int) -> str | None:
     """Why a model cannot be divided into so many shards; None when it can."""
     if degree == 1:
         return None
+    if shape.encoder:
+        return "encoders are computed on one rank"
     if shape.heads % degree:
         return f"its {shape.heads} attention heads do not divide by {degree}"
     if shape.kv_heads % degree and degree % shape.kv_heads:
@@ -47,6 +49,8 @@ def tensor_parallel_problem(shape: ModelShape, degree: int) -> str | None:
 
 
 def pipeline_parallel_problem(shape: ModelShape, stages: int) -> str | None:
+    if shape.encoder and stages > 1:
+        return "encoders are computed on one rank"
     if stages > shape.layers:
         return f"its {shape.layers} layers are fewer than {stages} stages"
     return None

@@ -50,6 +50,7 @@ class ModelShape:
     expert_intermediate: int = 0  # of one expert; 0: no experts
     experts: int = 0  # routed experts of a layer, and how many of them a token goes through; 0: not known
     experts_per_token: int = 0
+    encoder: bool = False  # makes one vector of a text, on one rank; `kv_heads` and `head_dim` are 1, for it keeps none
     layer_windows: tuple[int, ...] = ()  # tokens of sliding-window attention by layer, 0: all; empty: all of all layers
     # Multi-head latent attention: elements of the one compressed vector a token and layer, copied on every shard; 0: none.
     latent_elements: int = 0

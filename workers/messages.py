@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -237,6 +237,8 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     logprob: float = 0.0
     alternative_ids: tuple[int, ...] = ()
     alternative_logprobs: tuple[float, ...] = ()
+    # Of an encoder: the text's vector, fp32, little endian.
+    embedding: bytes = b""
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="step_done"):

@@ -18,7 +18,7 @@ from gateway.routing import route_table
 from gateway.routing.ask import Ask
 from gateway.servers.choice_stream import ChoiceDelta, ChoiceStream
 from gateway.servers.generation_path import RETRY_AFTER_S, GenerationPath
-from gateway.servers.request import GenerationRequest, answer_budget, check, check_ids, resolved_sampling
+from gateway.servers.request import GenerationRequest, answer_budget, check, check_ids, check_kind, resolved_sampling
 from gateway.servers.submits import prompt_tokens, submits
 
 # How long a request waits for a pool that holds the model but cannot be reached, or that held it until so long ago: a
@@ -80,6 +80,7 @@ class Generation:
         self._ticket: Ticket | None = None
         self._entering: asyncio.Future[Ticket] | None = None
         self._charged = False
+        self.embedding = b""  # of a request for one, once it is done: fp32, little endian
 
     @property
     def model(self) -> str:
@@ -180,6 +181,7 @@ class Generation:
         """Makes the sequences for one model, ready to be sent."""
         self.resolved, request = resolved, self.request
         text = await self._path.text(resolved)
+        check_kind(request, embeds=text.embeds)
         context = self._path.context(resolved, text)
         prompt_ids = await prompt_tokens(request, text, context)
         check_ids(request.stop_token_ids, text.vocabulary_size, "stop_token_ids")
@@ -263,6 +265,9 @@ class Generation:
         if not tokens.ids:
             return
         self._started = True
+        if self.request.embed:
+            self.embedding = tokens.embedding
+            return
         choice = self._choices[index]
         delta = choice.take(tokens.ids, tokens.logprobs)
         if delta is None:

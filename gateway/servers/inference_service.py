@@ -16,6 +16,9 @@ from gateway.api.proto.inference_pb2 import (
     Choice,
     DetokenizeRequest,
     DetokenizeResponse,
+    Embedding,
+    EmbedRequest,
+    EmbedResponse,
     FinishReason,
     GenerateChunk,
     GenerateRequest,
@@ -35,10 +38,12 @@ from gateway.api.proto.pool_pb2 import Hold
 from gateway.routing import route_table
 from gateway.servers.choice_stream import ChoiceDelta, TokenLogprob
 from gateway.servers.generation import Generation
+from gateway.servers.generation_group import GenerationGroup
 from gateway.servers.generation_path import GenerationPath
 from gateway.servers.grpc_call import GrpcCall, deadline, headers
 from gateway.servers.grpc_errors import abort
 from gateway.servers.metrics import GatewayMetrics
+from gateway.servers.openai_embeddings import MAX_TEXTS, vector
 from gateway.servers.request import MAX_MESSAGES, GenerationRequest, Sampling, check_ids, check_messages, too_many
 
 T = TypeVar("T")
@@ -130,6 +135,42 @@ class InferenceService(InferenceServicer):
         except YardError as error:
             self._metrics.requests.labels("grpc", self._metrics.route_label(request.model), error.code.value).inc()
             await abort(context, error)
+
+    async def Embed(self, request: EmbedRequest, context: Context) -> EmbedResponse:
+        if not 1 <= len(request.texts) <= MAX_TEXTS:
+            await abort(context, invalid(f"texts has {len(request.texts)} entries; send 1 to {MAX_TEXTS}", "texts"))
+        request_id = request.request_id or uuid.uuid4().hex
+        metadata, until = headers(context), deadline(context)
+        generations = [
+            GenerationRequest(
+                model=request.model,
+                request_id=request_id,
+                prompt=text,
+                embed=True,
+                max_tokens=1,
+                deadline=until,
+                traceparent=metadata.get("traceparent", ""),
+                headers=metadata,
+                names={"prompt": "texts", "max_tokens": "texts"},
+            )
+            for text in request.texts
+        ]
+        call = GrpcCall(self._path, self._metrics, "grpc", GenerationGroup(self._path, generations), context)
+        try:
+            news = await call.start()
+            while news is not None:
+                news = await call.generation.receive()
+            call.meter.text()
+            return EmbedResponse(
+                request_id=request_id,
+                model=call.first.model,
+                embeddings=[Embedding(values=vector(generation.embedding)) for generation in call.generation.generations],
+                usage=Usage(prompt_tokens=call.generation.usage.prompt_tokens),
+            )
+        except YardError as error:
+            await call.abort(error)
+        finally:
+            call.end()
 
     # ---------------------------------------------------------------- text
 

@@ -80,7 +80,7 @@ def chat_request(body: dict[str, Any], request_id: str, deadline: float | None, 
 
 def completion_request(body: dict[str, Any], request_id: str, deadline: float | None, traceparent: str) -> ApiRequest:
     fields = _Fields(body)
-    prompts = _prompts(body.get("prompt"))
+    prompts = read_prompts(body.get("prompt"), "prompt", MAX_PROMPTS)
     generations = []
     for prompt in prompts:
         generation = _common(fields, request_id, deadline, traceparent)
@@ -230,19 +230,19 @@ def _token_ids(value: Any, name: str) -> list[int]:
     return value
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
+def read_prompts(value: Any, name: str, most: int) -> list[str | list[int]]:
     """A text, token ids, or an array of either."""
     if value is None:
-        raise invalid("prompt is missing", "prompt")
+        raise invalid(f"{name} is missing", name)
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
-        raise invalid("prompt must be a string, an array of strings, an array of token ids, or an array of such arrays", "prompt")
+        raise invalid(f"{name} must be a string, an array of strings, an array of token ids, or an array of such arrays", name)
     if type(value[0]) is int:
-        return [_token_ids(value, "prompt")]
-    if len(value) > MAX_PROMPTS:
-        raise invalid(f"prompt has {len(value)} entries; at most {MAX_PROMPTS} are taken in one request", "prompt")
-    return [entry if isinstance(entry, str) else _token_ids(entry, "prompt") for entry in value]
+        return [_token_ids(value, name)]
+    if len(value) > most:
+        raise invalid(f"{name} has {len(value)} entries; at most {most} are taken in one request", name)
+    return [entry if isinstance(entry, str) else _token_ids(entry, name) for entry in value]
 
 
 def _messages(value: Any) -> Sequence[dict[str, Any]]:

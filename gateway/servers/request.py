@@ -58,6 +58,7 @@ class GenerationRequest:
     deadline: float | None = None
     traceparent: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)  # lower case: who asks, and what routes look at
+    embed: bool = False  # the prompt's vector is wanted, of a model that makes some
     shadow: bool = False  # a copy of another request
     names: dict[str, str] = field(default_factory=dict)
 
@@ -150,6 +151,15 @@ def _check_counts(request: GenerationRequest) -> None:
     if request.logprobs is not None and not 0 <= request.logprobs <= MAX_LOGPROBS:
         name = request.named("logprobs")
         raise invalid(f"{name} is {request.logprobs}; it must be 0 to {MAX_LOGPROBS}", name)
+
+
+def check_kind(request: GenerationRequest, *, embeds: bool) -> None:
+    if embeds and not request.embed:
+        raise invalid(
+            f"model `{request.model}` makes embeddings and writes no text: ask for embeddings, or another model", "model"
+        )
+    if request.embed and not embeds:
+        raise invalid(f"model `{request.model}` writes text and makes no embeddings; ask a model that does", "model")
 
 
 def check_ids(ids: Sequence[int], vocabulary_size: int, name: str) -> None:

@@ -29,6 +29,7 @@ def checkpoint_loader(cache_dir: Path) -> Loader:
             max_context=checkpoint.max_context,
             defaults=checkpoint.generation,
             chat_template=spec.chat_template,
+            embeds=checkpoint.shape.encoder,
         )
 
     return load

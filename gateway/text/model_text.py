@@ -48,8 +48,11 @@ class ModelText:
         max_context: int,
         defaults: dict[str, Any] | None = None,
         chat_template: str | None = None,
+        embeds: bool = False,
     ) -> None:
+        """`embeds`: it makes vectors of texts, and writes none."""
         self.model = model
+        self.embeds = embeds
         self.eos_ids = frozenset(eos_ids)
         self.max_context = max_context
         self.defaults = defaults or {}

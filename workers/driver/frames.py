@@ -30,6 +30,8 @@ class Outbox:
         if tokens is None:
             tokens = self._tokens[request] = self._frame.tokens.add(id=request)
         tokens.ids.append(token.token)
+        if token.embedding:
+            tokens.embedding = token.embedding
         if logprobs:
             tokens.logprobs.add(
                 logprob=token.logprob,

@@ -54,7 +54,8 @@ def open_batcher(group: Group, device: str) -> None:
         return
     stages = group.wanted.placement.pipeline_parallel
     group.batcher = Batcher(
-        BlockPool(group.kv_blocks, prefix_cache=group.spec.kv.prefix_cache),
+        # What an encoder computes of a text's beginning depends on all of it.
+        BlockPool(group.kv_blocks, prefix_cache=group.spec.kv.prefix_cache and not (group.facts and group.facts.shape.encoder)),
         group.sizing.block_tokens,
         limits.batch_tokens,
         limits.concurrency,

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, Protocol
 
+from gateway.api.checkpoint.pooling import first_position, is_encoder
 from gateway.api.checkpoint.tensor_roles import Role, role_of
 from gateway.api.errors import invalid
 from placement.types import ModelShape, Split, WeightPart
@@ -32,7 +33,8 @@ def read_shape(
     heads = _number(text, "num_attention_heads", "n_head", "num_heads")
     hidden = _number(text, "hidden_size", "n_embd", "d_model")
     layers = _number(text, "num_hidden_layers", "n_layer", "num_layers")
-    kv_heads = _kv_heads(text, heads)
+    encoder = is_encoder(text)
+    kv_heads = 1 if encoder else _kv_heads(text, heads)
     places: dict[str | int, list[tuple[Role, StoredTensor]]] = defaultdict(list)
     for tensor in tensors:
         role = role_of(tensor.name)
@@ -43,7 +45,7 @@ def read_shape(
     layer_parts = [_parts(places[layer], heads, kv_heads) for layer in range(layers)]
     embedding, head, final = (_parts(places[name], heads, kv_heads) for name in ("embedding", "head", "final"))
     tied = bool(text.get("tie_word_embeddings", False)) or not head
-    if tied:
+    if tied or encoder:
         head = ()
     return ModelShape(
         family=str(text.get("model_type", "unknown")),
@@ -51,11 +53,12 @@ def read_shape(
         hidden=hidden,
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=_head_dim(text, hidden // heads),
+        head_dim=1 if encoder else _head_dim(text, hidden // heads),
         intermediate=_number(text, "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", default=4 * hidden),
         vocabulary=_number(text, "vocab_size", "padded_vocab_size"),
-        max_context=_number(text, "max_position_embeddings", "n_positions", "seq_length", "n_ctx", default=2048),
-        tied_embeddings=tied,
+        max_context=_number(text, "max_position_embeddings", "n_positions", "seq_length", "n_ctx", default=2048)
+        - (first_position(text) if encoder else 0),
+        tied_embeddings=tied and not encoder,
         layer_bytes=tuple(_bytes(parts) for parts in layer_parts),
         embedding_bytes=_bytes(embedding) + _bytes(final),
         head_bytes=_bytes(head),
@@ -70,6 +73,7 @@ def read_shape(
         experts=_first(text, "num_local_experts", "num_experts", "n_routed_experts"),
         experts_per_token=_first(text, "num_experts_per_tok", "moe_topk"),
         layer_windows=_windows(text, layers),
+        encoder=encoder,
         latent_elements=int(text.get("kv_lora_rank") or 0) and int(text["kv_lora_rank"]) + int(text.get("qk_rope_head_dim") or 0),
     )
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from placement.types import Split
 
-_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blk|blocks)\.(\d+)\.(.+)$")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blk|blocks)\.(\d+)\.(.+)$")
 _SUFFIX = re.compile(r"\.(weight|bias|qweight|qzeros|scales|g_idx|weight_scale|weight_scale_inv|input_scale|weight_scale_2)$")
 # Buffers that checkpoints carry and engines compute.
 _IGNORED = re.compile(r"(?:^|\.)(?:attn|attention)\.(?:bias|masked_bias)$|rotary_emb\.inv_freq$|rotary_pos_emb|rope_freqs")

@@ -54,6 +54,11 @@ class InferenceStub:
                 request_serializer=gateway_dot_api_dot_proto_dot_inference__pb2.ChatRequest.SerializeToString,
                 response_deserializer=gateway_dot_api_dot_proto_dot_inference__pb2.GenerateChunk.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/modelyard.v1.Inference/Embed',
+                request_serializer=gateway_dot_api_dot_proto_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=gateway_dot_api_dot_proto_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/modelyard.v1.Inference/Tokenize',
                 request_serializer=gateway_dot_api_dot_proto_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -101,6 +106,13 @@ class InferenceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """A vector of each text, of a model that makes some.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -142,6 +154,11 @@ def add_InferenceServicer_to_server(servicer, server):
                     servicer.ChatStream,
                     request_deserializer=gateway_dot_api_dot_proto_dot_inference__pb2.ChatRequest.FromString,
                     response_serializer=gateway_dot_api_dot_proto_dot_inference__pb2.GenerateChunk.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=gateway_dot_api_dot_proto_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=gateway_dot_api_dot_proto_dot_inference__pb2.EmbedResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
@@ -267,6 +284,33 @@ class Inference:
             '/modelyard.v1.Inference/ChatStream',
             gateway_dot_api_dot_proto_dot_inference__pb2.ChatRequest.SerializeToString,
             gateway_dot_api_dot_proto_dot_inference__pb2.GenerateChunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/modelyard.v1.Inference/Embed',
+            gateway_dot_api_dot_proto_dot_inference__pb2.EmbedRequest.SerializeToString,
+            gateway_dot_api_dot_proto_dot_inference__pb2.EmbedResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,7 +46,7 @@ class PoolLinkServicer:
 
     def Link(self, request_iterator, context):
         """One stream per (gateway, pool). Up: requests and cancels. Down: one frame per engine step with the tokens of all
-        requests of this gateway that got some. The stream's end cancels every request that came over it.
+        requests of this gateway that got some, and at least one a second. The stream's end cancels every request that came over it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

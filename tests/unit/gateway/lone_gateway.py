@@ -37,6 +37,7 @@ class LoneGateway:
     def __init__(self, run_dir: Path, texts: dict[str, Path], *, defaults: dict | None = None) -> None:
         self.texts = texts
         self.defaults = defaults or {}
+        self.embedding: set[str] = set()  # models that make embeddings
         self.view = SiteView()
         self.links = LinkSet(gateway="gateway-under-test", secret=SECRET)
         self.library = TextLibrary(self._load)
@@ -53,7 +54,9 @@ class LoneGateway:
 
     def _load(self, model: str, spec: ModelSpec) -> ModelText:
         eos = 2
-        return ModelText(model, self.texts[model], eos_ids=(eos,), max_context=256, defaults=self.defaults)
+        return ModelText(
+            model, self.texts[model], eos_ids=(eos,), max_context=256, defaults=self.defaults, embeds=model in self.embedding
+        )
 
     async def start(self, *pools: ScriptedPool) -> LoneGateway:
         """Serves the models of the pools, each linked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
 
 import grpc
@@ -27,6 +28,10 @@ class SubmittedSequence:
 
     def tokens(self, ids: Sequence[int], logprobs: Sequence[Logprob] = ()) -> None:
         self._link.send(DownFrame(tokens=[Tokens(id=self.submit.id, ids=ids, logprobs=logprobs)]))
+
+    def embedding(self, values: Sequence[float]) -> None:
+        self._link.send(DownFrame(tokens=[Tokens(id=self.submit.id, ids=[0], embedding=array("f", values).tobytes())]))
+        self.end("length")
 
     def end(self, reason: str = "stop", *, stop_token_id: int = -1, tokens: Sequence[int] = (), **fields: int) -> None:
         """The end, with the last tokens in the same frame."""

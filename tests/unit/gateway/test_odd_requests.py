@@ -17,7 +17,7 @@ from scripted_pool import ScriptedPool
 from gateway.api.errors import YardError
 from gateway.api.proto import inference_pb2 as pb
 from gateway.servers.grpc_errors import fitting
-from gateway.servers.openai_http import MAX_BODY_BYTES
+from gateway.servers.openai_endpoint import MAX_BODY_BYTES
 from gateway.servers.openai_request import completion_request, parse_body
 from gateway.servers.request import GenerationRequest
 from gateway.servers.submits import prompt_tokens

@@ -14,6 +14,7 @@ from placement.split import local_kv_heads
 from workers.comm.base import GroupComm
 from workers.engines.base import ProgressFn
 from workers.engines.torch.attention import BatchHolder, LayerAttention
+from workers.engines.torch.encoder import EncoderShard, load_encoder
 from workers.engines.torch.fill import Precision, StageFiller, precision_of
 from workers.engines.torch.fused import fuse_blocks
 from workers.engines.torch.kv import PagedKv
@@ -36,11 +37,15 @@ class TorchEngine:
         """`cache_dir` keeps converted weights, by digest; ranks of one machine share it."""
         self._cache_dir = cache_dir
 
-    def load(self, command: LoadShard, rank: int, arena: Arena, comm: GroupComm, progress: ProgressFn) -> TorchShard:
+    def load(
+        self, command: LoadShard, rank: int, arena: Arena, comm: GroupComm, progress: ProgressFn
+    ) -> TorchShard | EncoderShard:
         spec = ModelSpec.model_validate_json(command.spec_json)
         torch.set_num_threads(1)  # of the loading thread: the cores belong to the steps of other models (rule 7)
         progress(0.0, "opening")
         checkpoint = open_checkpoint(spec.source, self._cache_dir)
+        if checkpoint.shape.encoder:
+            return load_encoder(command, spec, checkpoint, self._cache_dir, arena, progress)
         precision = precision_of(checkpoint.precision if spec.precision == "auto" else spec.precision)
         with torch.no_grad():
             stage = build_stage(checkpoint.config, comm.stage, comm.stages, precision.compute)

@@ -10,6 +10,7 @@ import torch
 
 from gateway.api.checkpoint import Checkpoint, open_checkpoint
 from gateway.api.config import ModelSpec
+from gateway.api.errors import invalid
 from workers.comm.base import GroupComm
 from workers.engines.base import ProgressFn
 from workers.engines.torch.cuda import flash
@@ -57,6 +58,10 @@ class GpuEngine:
         spec = ModelSpec.model_validate_json(command.spec_json)
         progress(0.0, "opening")
         checkpoint = open_checkpoint(spec.source, self._cache_dir)
+        if checkpoint.shape.encoder:
+            raise invalid(
+                f"model `{command.model}` makes embeddings, which pools of CPU ranks compute; name one in its pools", "pools"
+            )
         stored = checkpoint.precision
         precision = gpu_precision(stored if spec.precision == "auto" else spec.precision, stored)
 
