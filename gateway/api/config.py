@@ -268,7 +268,12 @@ class PoolSpec(Strict):
     )
     cordoned: tuple[int, ...] = Field(default=(), description="Ranks that take no new models; what is on them moves elsewhere.")
     node_labels: dict[str, str] = Field(default_factory=dict, description="Ray node labels that its nodes must carry.")
-    rank_grace_s: float = Field(default=60.0, ge=1, description="A rank that finds no driver for so long frees itself and exits.")
+    rank_grace_s: float = Field(
+        default=60.0,
+        ge=1,
+        description="A rank that finds no driver for so long frees itself and exits. A change restarts nothing: it takes effect "
+        "when the pool's ranks start next.",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> PoolSpec:

@@ -39,6 +39,8 @@ def apply(file: FilesOption, server: ServerOption = None, output: OutputOption =
     if output is Output.table:
         for change in answer.changes:
             typer.echo(f"{change.kind} {change.name} {change.action} (generation {change.generation})")
+            for note in change.notes:
+                typer.echo(f"  {note}")
     else:
         printing.document({"revision": answer.revision, "changes": _changes(answer.changes)}, output)
 
@@ -157,7 +159,14 @@ def _read(files: list[str]) -> list[admin.Object]:
 
 def _changes(changes: Iterable[admin.Change]) -> list[dict[str, Any]]:
     return [
-        {"kind": item.kind, "name": item.name, "action": item.action, "generation": item.generation, "diff": item.diff}
+        {
+            "kind": item.kind,
+            "name": item.name,
+            "action": item.action,
+            "generation": item.generation,
+            "diff": item.diff,
+            "notes": list(item.notes),
+        }
         for item in changes
     ]
 

@@ -46,6 +46,8 @@ def show(answer: admin.PlanResponse) -> None:
         typer.echo(f"{change.kind} {change.name}: {change.action}")
         if change.diff:
             typer.echo(change.diff.rstrip("\n"))
+        for note in change.notes:
+            typer.echo(f"  {note}")
     typer.echo()
     rows = [_row(item) for item in answer.placements]
     printing.table(

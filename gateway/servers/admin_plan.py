@@ -6,13 +6,14 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
-from gateway.api.config import PoolSpec
 from gateway.api.proto.admin_pb2 import Placement
-from gateway.api.records import DesiredObject, PoolRecord, RankRecord
+from gateway.api.records import DesiredObject, PoolRecord
 from gateway.controller.decision import decide
 from gateway.controller.model_requests import Checkpoints
+from gateway.controller.pool_digest import deployment_name
+from gateway.controller.pool_restarts import future_pool, restarting
 from gateway.controller.scaling import as_placed
-from gateway.controller.situation import Decision, Desired, Observed, Placed, PoolSight
+from gateway.controller.situation import AppSight, Decision, Desired, Observed, Placed, PoolSight
 from gateway.servers.engine_plan import with_engine_notes
 from gateway.state.snapshot import Snapshot
 from gateway.state.view import SiteView
@@ -31,17 +32,37 @@ class Planner:
         self._checkpoints = Checkpoints(cache_dir)
 
     async def plan(
-        self, after: Snapshot, pools: dict[str, PoolRecord], placed: tuple[PlacedGroup, ...] | None
+        self, before: Snapshot, after: Snapshot, pools: dict[str, PoolRecord], placed: tuple[PlacedGroup, ...] | None
     ) -> list[Placement]:
-        site, decision = await self._decide(after, pools, placed)
-        rows = _placements(decision, {name: entry.generation for name, entry in site.models.items()}, pools)
+        """As the controller will act: pools that start anew first close, so that their groups leave; then all is placed again."""
+        site, desired = await self._desired(after, placed)
+        specs = {name: entry.spec for name, entry in site.desired_pools.items()}
+        old = SiteView()
+        old.apply_desired(before)
+        had = {name: entry.spec for name, entry in old.desired_pools.items()}
+        closing = restarting(had, specs, pools)
+        apps = {name: AppSight("RUNNING", deployment_name(had[name])) for name in closing}
+        sights = _sights(site, pools)
+        decision = decide(desired, Observed(pools=sights, apps=apps), Placed(groups=placed))
+        generations = {name: entry.generation for name, entry in site.models.items()}
+        rows = _placements(decision, generations, pools, closing)
+        if closing:
+            left = tuple(group for group in decision.groups if group.pool not in closing)
+            back = {name: future_pool(name, specs[name], pools[name]) for name in closing}
+            sights |= {name: PoolSight(record) for name, record in back.items()}
+            again = decide(desired, Observed(pools=sights), Placed(groups=left))
+            gone = [row for row in rows if row.action != "none" and not (row.action == "keep" and row.pool in closing)]
+            seen = {_place(row) for row in gone if row.action != "unload"}
+            came = _placements(again, generations, {**pools, **back}, closing)
+            rows = gone + [row for row in came if _place(row) not in seen]
         return await with_engine_notes(rows, site.models, pools, self._cache_dir)
 
     async def why(
         self, model: str, site: Snapshot, pools: dict[str, PoolRecord], placed: tuple[PlacedGroup, ...] | None
     ) -> list[str]:
         """Of each group of a model that is placed, why it is there."""
-        _, decision = await self._decide(site, pools, placed)
+        view, desired = await self._desired(site, placed)
+        decision = decide(desired, Observed(pools=_sights(view, pools)), Placed(groups=placed))
         snapshot = replace(decision.snapshot, placed=decision.groups)
         lines = []
         for group in decision.groups:
@@ -50,9 +71,7 @@ class Planner:
                 lines += [f"{place}: {sentence}" for sentence in why(snapshot, group)]
         return lines + [note.message for note in decision.plan.notes.get(model, ())]
 
-    async def _decide(
-        self, after: Snapshot, pools: dict[str, PoolRecord], placed: tuple[PlacedGroup, ...] | None
-    ) -> tuple[SiteView, Decision]:
+    async def _desired(self, after: Snapshot, placed: tuple[PlacedGroup, ...] | None) -> tuple[SiteView, Desired]:
         site = SiteView()
         site.apply_desired(after)
         try:
@@ -60,23 +79,17 @@ class Planner:
                 models = await self._checkpoints.settle(site.models)
         except TimeoutError:
             models = self._checkpoints.asked(site.models)
-        sights = {name: PoolSight(record) for name, record in pools.items()}
-        for name, entry in site.desired_pools.items():
-            if name not in sights:
-                sights[name] = PoolSight(future_pool(name, entry.spec))
-        models = as_placed(models, placed or ())
-        return site, decide(Desired(models, site.desired_pools), Observed(pools=sights), Placed(groups=placed))
+        return site, Desired(as_placed(models, placed or ()), site.desired_pools)
 
 
-def future_pool(name: str, spec: PoolSpec) -> PoolRecord:
-    """A pool as it will report itself once it runs. Without `memory` its devices are not known before."""
-    devices = range(spec.devices) if spec.memory is not None else ()
-    ranks = tuple(RankRecord(index, f"(a node for {name})", 0, spec.device, spec.memory or 0) for index in devices)
-    message = "" if ranks else "its devices are known once it runs; give `memory` to plan before that"
-    return PoolRecord(name, "", "", "", 0, spec.device, 0, 0, 0.0, ranks=ranks, message=message)
+def _sights(site: SiteView, pools: dict[str, PoolRecord]) -> dict[str, PoolSight]:
+    coming = {name: future_pool(name, entry.spec) for name, entry in site.desired_pools.items() if name not in pools}
+    return {name: PoolSight(record) for name, record in {**pools, **coming}.items()}
 
 
-def _placements(decision: Decision, generations: dict[str, int], pools: dict[str, PoolRecord]) -> list[Placement]:
+def _placements(
+    decision: Decision, generations: dict[str, int], pools: dict[str, PoolRecord], closing: dict[str, str]
+) -> list[Placement]:
     loaded = {(group.model, group.generation) for pool in pools.values() for group in pool.groups}
     parked = {
         (group.model, pool.pool, group.ranks) for pool in pools.values() for group in pool.groups if group.residency == "parked"
@@ -93,9 +106,12 @@ def _placements(decision: Decision, generations: dict[str, int], pools: dict[str
             )
         if change.before is not None:
             reasons.insert(0, f"from rank {', '.join(map(str, change.before.ranks))} of pool `{change.before.pool}`")
-        if change.action != "unload" or change.group not in decision.groups:
+        touched = {change.group.pool, change.before.pool if change.before else ""}
+        why_restarts = [closing[pool] for pool in sorted(touched & closing.keys())]
+        reasons[:0] = why_restarts if change.action != "keep" else ()
+        if change.action != "unload" or change.group not in decision.groups or why_restarts:
             rows.append(_row(change, reasons))
-    seen = {(change.model, change.pool, tuple(change.ranks)) for change in rows}
+    seen = {_place(row) for row in rows}
     rows += [
         Placement(model=group.model, pool=group.pool, ranks=group.ranks, action="keep")
         for group in decision.groups
@@ -103,6 +119,10 @@ def _placements(decision: Decision, generations: dict[str, int], pools: dict[str
     ]
     rows += [Placement(model=model, action="none", reasons=reasons) for model, reasons in decision.unplaced.items()]
     return rows
+
+
+def _place(row: Placement) -> tuple[str, str, tuple[int, ...]]:
+    return row.model, row.pool, tuple(row.ranks)
 
 
 def _row(change: Change, reasons: list[str]) -> Placement:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -18,8 +18,9 @@ from gateway.api.errors import ErrorCode, YardError, invalid, not_found, shorten
 from gateway.api.nesting import within
 from gateway.api.proto import admin_pb2 as pb
 from gateway.api.proto.admin_pb2_grpc import AdminServicer
-from gateway.api.records import DesiredObject, SiteStatus
+from gateway.api.records import DesiredObject, PoolRecord, SiteStatus
 from gateway.api.runtime import Runtime
+from gateway.controller.pool_restarts import notes, pool_spec
 from gateway.servers.admin_describe import describe, route_statuses
 from gateway.servers.admin_guard import actor_of
 from gateway.servers.admin_plan import Planner, after_writes
@@ -78,19 +79,21 @@ class AdminService(AdminServicer):
         self._check_store()
         puts = [_put(item) for item in request.objects]
         edit: Edit = functools.partial(apply_edit, puts=puts)
+        pools = (await self._store.observed()).pools
         if not request.force:
-            pools = (await self._store.observed()).pools
             edit = guarded(gated(edit, Readiness(pools.values()), explicit=False), pools)
         commit = await self._store.transact(edit, _actor(context, self.view))
-        return pb.ApplyResponse(changes=[_change(write) for write in commit.writes], revision=commit.revision)
+        return pb.ApplyResponse(changes=[_change(write, pools) for write in commit.writes], revision=commit.revision)
 
     @_answering
     async def Plan(self, request: pb.ApplyRequest, context: Context) -> pb.PlanResponse:
         snapshot, observed = await self._read(context)
         writes = apply_edit(snapshot, [_put(item) for item in request.objects])
         documents = {write.key: write.document for write in writes if write.action != "unchanged"}
-        placements = await self._planner.plan(after_writes(snapshot, documents), observed.pools, await self._placement())
-        return pb.PlanResponse(changes=[_change(write) for write in writes], placements=placements)
+        placements = await self._planner.plan(
+            snapshot, after_writes(snapshot, documents), observed.pools, await self._placement()
+        )
+        return pb.PlanResponse(changes=[_change(write, observed.pools) for write in writes], placements=placements)
 
     @_answering
     async def Get(self, request: pb.GetRequest, context: Context) -> pb.GetResponse:
@@ -252,7 +255,7 @@ def _snapshot(text: str) -> Snapshot:
         raise invalid(f"this is no file of `yard backup`: {error}", "snapshot_json") from error
 
 
-def _change(write: Write) -> pb.Change:
+def _change(write: Write, pools: Mapping[str, PoolRecord] | None = None) -> pb.Change:
     before = write.before.manifest if write.before else None
     action = {"switched": "changed", "rolled_back": "changed"}.get(write.action, write.action)
     return pb.Change(
@@ -261,7 +264,15 @@ def _change(write: Write) -> pb.Change:
         action=action,
         generation=write.generation,
         diff=yaml_diff(before, write.document, str(write.key)),
+        notes=_notes(write, pools or {}),
     )
+
+
+def _notes(write: Write, pools: Mapping[str, PoolRecord]) -> list[str]:
+    """What follows from a change beyond the object itself."""
+    before = pool_spec(write.before.manifest) if write.before else None
+    after, running = pool_spec(write.document), pools.get(write.key.name)
+    return notes(before, after, running) if before and after and running else []
 
 
 def _object(stored: DesiredObject) -> pb.Object:

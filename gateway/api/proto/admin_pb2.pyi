@@ -21,20 +21,24 @@ class BackupResponse(_message.Message):
     def __init__(self, snapshot_json: _Optional[str] = ..., revision: _Optional[int] = ..., objects: _Optional[int] = ...) -> None: ...
 
 class RestoreRequest(_message.Message):
-    __slots__ = ("snapshot_json", "discard")
+    __slots__ = ("snapshot_json", "discard", "force")
     SNAPSHOT_JSON_FIELD_NUMBER: _ClassVar[int]
     DISCARD_FIELD_NUMBER: _ClassVar[int]
+    FORCE_FIELD_NUMBER: _ClassVar[int]
     snapshot_json: str
     discard: bool
-    def __init__(self, snapshot_json: _Optional[str] = ..., discard: _Optional[bool] = ...) -> None: ...
+    force: bool
+    def __init__(self, snapshot_json: _Optional[str] = ..., discard: _Optional[bool] = ..., force: _Optional[bool] = ...) -> None: ...
 
 class RestoreResponse(_message.Message):
-    __slots__ = ("written", "revision")
+    __slots__ = ("written", "revision", "skipped")
     WRITTEN_FIELD_NUMBER: _ClassVar[int]
     REVISION_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_FIELD_NUMBER: _ClassVar[int]
     written: int
     revision: int
-    def __init__(self, written: _Optional[int] = ..., revision: _Optional[int] = ...) -> None: ...
+    skipped: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, written: _Optional[int] = ..., revision: _Optional[int] = ..., skipped: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Object(_message.Message):
     __slots__ = ("kind", "name", "generation", "manifest_json")
@@ -65,18 +69,20 @@ class ApplyResponse(_message.Message):
     def __init__(self, changes: _Optional[_Iterable[_Union[Change, _Mapping]]] = ..., revision: _Optional[int] = ...) -> None: ...
 
 class Change(_message.Message):
-    __slots__ = ("kind", "name", "action", "generation", "diff")
+    __slots__ = ("kind", "name", "action", "generation", "diff", "notes")
     KIND_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     ACTION_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
     DIFF_FIELD_NUMBER: _ClassVar[int]
+    NOTES_FIELD_NUMBER: _ClassVar[int]
     kind: str
     name: str
     action: str
     generation: int
     diff: str
-    def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., action: _Optional[str] = ..., generation: _Optional[int] = ..., diff: _Optional[str] = ...) -> None: ...
+    notes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, kind: _Optional[str] = ..., name: _Optional[str] = ..., action: _Optional[str] = ..., generation: _Optional[int] = ..., diff: _Optional[str] = ..., notes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class PlanResponse(_message.Message):
     __slots__ = ("changes", "placements")

@@ -341,3 +341,14 @@ async def test_a_pool_does_not_shrink_under_what_it_holds(admin: Admin) -> None:
     assert "spec.memory 0.50 GiB is less than the 1.00 GiB that a need on rank 0" in str(refused.value.details())
     assert (await admin.apply(pool("p", device="cpu", devices=2, memory="1GiB"))).changes[0].action == "changed"
     assert (await admin.apply(pool("p", device="cpu", devices=1, memory="512MiB"), force=True)).changes[0].action == "changed"
+
+
+async def test_an_apply_says_that_a_pool_starts_anew(admin: Admin) -> None:
+    await admin.apply(pool("p"), model("m"), model("n"))
+    await admin.observe(group("m"), group("n", rank=1))
+    (change,) = (await admin.apply(pool("p", memory="1GiB"))).changes
+    (note,) = change.notes
+    assert "pool `p` restarts, because spec.memory changes" in note
+    assert "all its models (m, n) are unloaded and loaded again" in note
+    (change,) = (await admin.apply(pool("p", memory="1GiB", rank_grace_s=61))).changes
+    assert "spec.rank_grace_s restarts nothing; it takes effect when the ranks of pool `p` start next" in change.notes[0]
