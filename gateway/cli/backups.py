@@ -41,9 +41,17 @@ def restore(
     discard: Annotated[
         bool, typer.Option("--discard", help="Give up what the gateways hold, and take the store as it is.")
     ] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Also what was deleted since FILE was made, as new generations, and names that lead nowhere."
+        ),
+    ] = False,
     server: ServerOption = None,
 ) -> None:
     """Give back to the store what it lost. What it has in a newer generation stays."""
+    if force and file is None:
+        raise invalid("--force needs a file of `yard backup`: what the gateways hold has no older state")
     if discard and file is not None:
         raise invalid("--discard takes no file: it keeps what the store has")
     text = ""
@@ -55,6 +63,8 @@ def restore(
         if not text.strip():
             raise invalid(f"{file} is empty; give a file of `yard backup`")
     with connect(server) as client:
-        answer = client.restore(text, discard=discard)
+        answer = client.restore(text, discard=discard, force=force)
     what = "the store is taken as it is" if discard else f"{answer.written} objects restored"
     typer.echo(f"{what} (revision {answer.revision})")
+    if answer.skipped:
+        typer.echo(f"{len(answer.skipped)} skipped: deleted since: {', '.join(answer.skipped)}; --force brings them back")

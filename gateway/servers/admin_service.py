@@ -32,6 +32,7 @@ from gateway.state.edits import Put, Write, apply_edit, rollback_edit, switch_ed
 from gateway.state.history import History
 from gateway.state.placement_record import load_placement
 from gateway.state.pool_gate import guarded
+from gateway.state.restoring import brought_back, checked, deleted_since, read_backup
 from gateway.state.route_gate import Readiness, gated
 from gateway.state.snapshot import Backup, ObjectKey, Observed, Snapshot
 from gateway.state.store import SiteStore
@@ -177,7 +178,7 @@ class AdminService(AdminServicer):
 
     @_answering
     async def Restore(self, request: pb.RestoreRequest, context: Context) -> pb.RestoreResponse:
-        held = _snapshot(request.snapshot_json) if request.snapshot_json else self.view.desired
+        held = read_backup(request.snapshot_json) if request.snapshot_json else self.view.desired
         if not held.revision:
             raise YardError(
                 ErrorCode.CONFLICT, "this gateway holds no state of the site; ask one that does, or give a file of `yard backup`"
@@ -185,8 +186,19 @@ class AdminService(AdminServicer):
         if request.discard:
             await self._store.give_up(self.view.desired, _actor(context, self.view))
             return pb.RestoreResponse(revision=await self._store.revision())
+        skipped: dict[ObjectKey, int] = {}
+        if request.snapshot_json:
+            stored = await self._store.snapshot()
+            skipped = deleted_since(held, stored)
+            if request.force:
+                held, skipped = brought_back(held, skipped), {}
+            held = checked(held, stored, force=request.force)
         written = await self._store.restore(held, _actor(context, self.view))
-        return pb.RestoreResponse(written=written, revision=await self._store.revision())
+        return pb.RestoreResponse(
+            written=written,
+            revision=await self._store.revision(),
+            skipped=[f"{key} (generation {generation})" for key, generation in skipped.items()],
+        )
 
     @_answering
     async def SetResidency(self, request: pb.SetResidencyRequest, context: Context) -> pb.SetResidencyResponse:
@@ -246,13 +258,6 @@ def _put(item: pb.Object) -> Put:
             f"the object says {item.kind}/{item.name}, its manifest {inner[0]}/{inner[1]}; make them agree", "objects.name"
         )
     return Put(document, item.generation)
-
-
-def _snapshot(text: str) -> Snapshot:
-    try:
-        return msgspec.json.decode(text, type=Backup).snapshot()
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise invalid(f"this is no file of `yard backup`: {error}", "snapshot_json") from error
 
 
 def _change(write: Write, pools: Mapping[str, PoolRecord] | None = None) -> pb.Change:

@@ -81,8 +81,9 @@ class SiteClient:
     def backup(self) -> admin.BackupResponse:
         return self._call(self._admin.Backup, admin.BackupRequest())
 
-    def restore(self, snapshot_json: str = "", *, discard: bool = False) -> admin.RestoreResponse:
-        return self._call(self._admin.Restore, admin.RestoreRequest(snapshot_json=snapshot_json, discard=discard))
+    def restore(self, snapshot_json: str = "", *, discard: bool = False, force: bool = False) -> admin.RestoreResponse:
+        request = admin.RestoreRequest(snapshot_json=snapshot_json, discard=discard, force=force)
+        return self._call(self._admin.Restore, request)
 
     def set_residency(self, model: str, residency: str) -> dict[str, str]:
         answer = self._call(self._admin.SetResidency, admin.SetResidencyRequest(model=model, residency=residency))

@@ -180,7 +180,8 @@ def _stored(snapshot: Snapshot, key: ObjectKey) -> DesiredObject:
     return stored
 
 
-def _as_error(code: ErrorCode, problems: Sequence[Problem]) -> YardError:
+def as_error(code: ErrorCode, problems: Sequence[Problem]) -> YardError:
+    """One error that names them all."""
     lines = [
         problem.message if problem.field in problem.message else f"{problem.field}: {problem.message}" for problem in problems
     ]
@@ -189,4 +190,4 @@ def _as_error(code: ErrorCode, problems: Sequence[Problem]) -> YardError:
 
 def _raise_first(code: ErrorCode, problems: Sequence[Problem]) -> None:
     if problems:
-        raise _as_error(code, problems)
+        raise as_error(code, problems)

@@ -16,6 +16,7 @@ class Problem:
 
     field: str
     message: str
+    is_dangling: bool = False  # it names something that does not exist
 
 
 Site = Mapping[ObjectKey, Manifest]
@@ -143,5 +144,5 @@ def _missing(key: ObjectKey, path: str, names: Iterable[str], kind: str, known: 
             fix = (
                 f"apply {kind}/{name} before or together with it, or name one of: {', '.join(sorted(known)) or 'none exist yet'}"
             )
-            found.append(Problem(f"{key}: {path}", f"{kind} {name!r} does not exist; {fix}"))
+            found.append(Problem(f"{key}: {path}", f"{kind} {name!r} does not exist; {fix}", is_dangling=True))
     return found

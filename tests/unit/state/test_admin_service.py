@@ -352,3 +352,60 @@ async def test_an_apply_says_that_a_pool_starts_anew(admin: Admin) -> None:
     assert "all its models (m, n) are unloaded and loaded again" in note
     (change,) = (await admin.apply(pool("p", memory="1GiB", rank_grace_s=61))).changes
     assert "spec.rank_grace_s restarts nothing; it takes effect when the ranks of pool `p` start next" in change.notes[0]
+
+
+def _stored(document: dict, generation: int = 1, **fields: object) -> dict:
+    name = document["metadata"]["name"]
+    return {"kind": document["kind"], "name": name, "generation": generation, "revision": 1, "manifest": document,
+            "updated_unix": 0.0, "actor": "x", **fields}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("objects", "fields", "message"),
+    [
+        ([_stored(route("r", "m", aliases=["chat"]))], {}, "the name 'chat' is taken by Route/chat"),
+        ([_stored(route("r", "nowhere"))], {}, "Model 'nowhere' does not exist"),
+        ([_stored(model("k"), kind="Evil")], {}, "kind 'Evil' is not one of"),
+        ([_stored(model("k"), name="other")], {}, "its manifest is of Model/k"),
+        ([_stored(model("k"), manifest={"kind": "Model"})], {}, "Model/k"),
+        ([_stored(model("k"), generation=2**64)], {}, "generation is 18446744073709551616"),
+        ([_stored(model("k"), generation=-5)], {}, "generation is -5"),
+        ([_stored(model("k"))], {"revision": 2**63 - 1}, "revision is 9223372036854775807"),
+        ([], {"tombstones": {"Model/m": 2**63}}, "tombstones: Model/m"),
+    ],
+)
+async def test_rule_14_a_backup_is_judged_like_an_apply(admin: Admin, objects: list, fields: dict, message: str) -> None:
+    """Rule 14: nothing of it is written, and the site can be changed as before."""
+    await admin.apply(model("m"), route("chat", "m"))
+    backup = json.loads((await admin.stub.Backup(pb.BackupRequest())).snapshot_json)
+    text = json.dumps(backup | {"objects": objects} | fields)
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await admin.stub.Restore(pb.RestoreRequest(snapshot_json=text))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert message in (refused.value.details() or "")
+    assert (await admin.apply(model("m", priority=1))).revision == 2
+
+
+async def test_a_backup_with_a_name_that_leads_nowhere_needs_force(admin: Admin) -> None:
+    await admin.apply(model("m"), route("chat", "m"))
+    await admin.stub.Delete(pb.DeleteRequest(kind="Model", name="m", force=True))
+    file = (await admin.stub.Backup(pb.BackupRequest())).snapshot_json
+    await admin.store.redis.flushall()
+    with pytest.raises(grpc.aio.AioRpcError, match="'m' does not exist"):
+        await admin.stub.Restore(pb.RestoreRequest(snapshot_json=file))
+    assert (await admin.stub.Restore(pb.RestoreRequest(snapshot_json=file, force=True))).written == 2
+
+
+async def test_a_restore_says_what_was_deleted_since_and_brings_it_back_by_force(admin: Admin) -> None:
+    await admin.apply(model("m", priority=7), route("chat", "m"))
+    file = (await admin.stub.Backup(pb.BackupRequest())).snapshot_json
+    await admin.stub.Delete(pb.DeleteRequest(kind="Route", name="chat"))
+    await admin.stub.Delete(pb.DeleteRequest(kind="Model", name="m"))
+    answer = await admin.stub.Restore(pb.RestoreRequest(snapshot_json=file))
+    assert (answer.written, list(answer.skipped)) == (0, ["Model/m (generation 2)", "Route/chat (generation 2)"])
+    answer = await admin.stub.Restore(pb.RestoreRequest(snapshot_json=file, force=True))
+    assert (answer.written, list(answer.skipped)) == (2, [])
+    stored = await admin.store.get("Model", "m")
+    assert stored is not None
+    assert (stored.generation, stored.manifest["spec"]["priority"]) == (3, 7)
+    await until(admin.view, lambda view: "chat" in view.routes)
