@@ -341,9 +341,9 @@ class Lifecycle:
         group.retry_at = now + backoff if again else None
         tail = f"attempt {group.attempts} of {MAX_ATTEMPTS}" + (f", next in {backoff:.0f} s" if again else "")
         if old:
-            tail += f"; generation {old[0].wanted.generation} serves on, there is no room for both"
-        if not again:
-            tail += "; apply it again to retry"
+            tail += f"; generation {old[0].wanted.generation} serves on, there is no room for both; change the model to try again"
+        elif not again:
+            tail += f"; `yard wake {group.model}` or a change of the model tries again"
         self._to(group, "failed", f"{reason} ({tail})")
         group.reclaiming = False
         self._requests.fail_group(group, ErrorCode.UNAVAILABLE, f"model `{group.model}`: {reason}", backoff)

@@ -86,7 +86,9 @@ class Switching:
         if residency == "resident":
             group.wake_asked_at = now if group.state in ("waiting", *STANDING_BY) else None
             group.drop_asked = False
-            return "" if group.state != "failed" else f"it failed: {group.reason}"
+            if group.state == "failed":
+                group.attempts, group.retry_at, group.damaged_at = 0, now, None
+            return ""
         group.wake_asked_at = None
         if group.state in ("parking", "parked", "cold"):
             group.drop_asked = residency == "cold" and group.state != "cold"

@@ -60,7 +60,7 @@ def test_a_failed_load_is_tried_again_with_growing_pauses_and_not_for_ever() -> 
         world.later(pauses[-1] + 1)
     assert pauses == [1, 2, 4, 8]
     assert len(commands(world, LoadShard)) == MAX_ATTEMPTS
-    assert "apply it again" in world.group().reason
+    assert "yard wake m" in world.group().reason
     world.ranks[0].load_error = ""
     world.later(1000)
     assert world.states() == ["failed"]

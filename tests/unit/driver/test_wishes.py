@@ -146,11 +146,24 @@ def test_a_damaged_model_is_not_loaded_anew_for_every_prompt_that_damages_it() -
         world.later(10)
         assert world.states() == ["ready"]
     damage(world)
-    assert "apply it again" in world.group().reason
+    assert "yard wake m" in world.group().reason
     world.later(1000)
     assert (world.states(), loads(world)) == (["failed"], MAX_ATTEMPTS)
     world.assign(wanted(generation=2))
     world.run()
+    assert world.states() == ["ready"]
+
+
+def test_waking_what_failed_for_good_tries_it_again() -> None:
+    world = World()
+    world.ranks[0].load_error = "disk gone"
+    world.assign(wanted())
+    for _ in range(MAX_ATTEMPTS + 1):
+        world.run()
+        world.later(20)
+    assert (world.states(), loads(world), world.group().retry_at) == (["failed"], MAX_ATTEMPTS, None)
+    world.ranks[0].load_error = ""
+    ask(world, "m", "resident")
     assert world.states() == ["ready"]
 
 

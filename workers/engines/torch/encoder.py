@@ -147,7 +147,9 @@ class EncoderShard:
         with torch.inference_mode():
             vectors = self._vectors([self._texts[sequence] for sequence in whole])
         sampled = tuple(
-            SampledToken(sequence, int(vector.abs().argmax()) % self._vocabulary, embedding=vector.numpy().astype("<f4").tobytes())
+            SampledToken(
+                sequence, int(vector.abs().argmax()) % self._vocabulary, embedding=vector.numpy().astype("<f4").tobytes()
+            )
             for sequence, vector in zip(whole, vectors, strict=True)
         )
         for token in sampled:
