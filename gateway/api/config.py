@@ -211,6 +211,17 @@ class RouteRuleSpec(Strict):
         return self
 
 
+class ResponseFilterSpec(Strict):
+    """A plug-in that may cut or replace text of the route's answers before it leaves."""
+
+    name: str = Field(description="`words`, or an entry point in the group modelyard.response_filters.")
+    on_failure: Literal["open", "closed"] = Field(
+        description="When it fails or takes too long. open: the text leaves as it is; closed: the answer ends with an error."
+    )
+    timeout_ms: int = Field(default=50, ge=1, le=60_000, description="For each piece of text.")
+    options: tuple[tuple[str, str], ...] = Field(default=(), description="What it is given: pairs of name and value.")
+
+
 class RouteSpec(Strict):
     """A name that clients ask for. It points to models, never to other routes, so routes cannot form a loop."""
 
@@ -227,6 +238,7 @@ class RouteSpec(Strict):
         default=(), description="Models that answer, in this order, while what was chosen and every other target cannot."
     )
     shadow: ShadowSpec | None = None
+    response_filter: ResponseFilterSpec | None = None
 
     @property
     def models(self) -> tuple[str, ...]:

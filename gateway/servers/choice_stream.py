@@ -24,7 +24,7 @@ class TokenLogprob:
 
 @dataclass(slots=True)
 class ChoiceDelta:
-    """What is new of a choice. `finish_reason` (stop, length, cancelled) is set in its last."""
+    """What is new of a choice. `finish_reason` (stop, length, cancelled, content_filter) is set in its last."""
 
     index: int
     text: str = ""

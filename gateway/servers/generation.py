@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from gateway.admission.caller import Caller, identify
 from gateway.admission.gate import Ticket
-from gateway.api.errors import ErrorCode, YardError, unavailable
+from gateway.api.errors import ErrorCode, YardError, invalid, unavailable
 from gateway.api.proto.pool_pb2 import End, Hold, Submit, Tokens
 from gateway.link.flight import Flight, Lost
 from gateway.link.pool_link import PoolLink
@@ -20,6 +20,7 @@ from gateway.servers.choice_stream import ChoiceDelta, ChoiceStream
 from gateway.servers.generation_path import RETRY_AFTER_S, GenerationPath
 from gateway.servers.request import GenerationRequest, answer_budget, check, check_ids, check_kind, resolved_sampling
 from gateway.servers.submits import prompt_tokens, submits
+from gateway.text.response_filter import AnswerFilter
 
 # How long a request waits for a pool that holds the model but cannot be reached, or that held it until so long ago: a
 # restarted driver adopts its ranks in seconds. Then UNAVAILABLE.
@@ -67,6 +68,7 @@ class Generation:
         self._closed = False
         self._expired = False
         self._choices: list[ChoiceStream] = []
+        self._filters: list[AnswerFilter] = []  # of the choices, where the route has one
         self._running = 0
         self._unsettled: set[int] = set()  # choices that a stop string ended, of which the pool has not said the end
         self._submits: list[Submit] = []
@@ -190,6 +192,7 @@ class Generation:
         self.usage.prompt_tokens = len(prompt_ids)
         self._unsettled.clear()
         self._choices = [ChoiceStream(index, request, text, prompt_ids) for index in range(request.n)]
+        self._filters = self._response_filters(resolved)
         self._running = request.n
         self._submits = submits(request, resolved, self._caller, prompt_ids=prompt_ids, max_tokens=max_tokens, sampling=sampling)
 
@@ -247,6 +250,8 @@ class Generation:
                     break
                 else:
                     hold = event
+            if news and self._filters:
+                news = await self._filtered(news)
             if news:
                 if self._unsettled and not self._running:
                     await self._settle()
@@ -289,6 +294,40 @@ class Generation:
                             self._heard(index, event)
                         elif isinstance(event, Lost):
                             return
+
+    def _response_filters(self, resolved: route_table.Resolved) -> list[AnswerFilter]:
+        """YardError(INVALID) for a request of token ids or log-probabilities, by which the text would leave beside the filter."""
+        route = self._path.view.routes.get(resolved.route)
+        spec = route.spec.response_filter if route is not None and route.spec is not None else None
+        if spec is None or self.request.embed:
+            return []
+        if self.request.return_token_ids or self.request.logprobs is not None:
+            raise invalid(f"route `{resolved.route}` filters its answers, so it gives no token ids and no logprobs", "logprobs")
+        made = [self._path.filters.answer_filter(resolved.route, spec) for _ in range(self.request.n)]
+        return [one for one in made if one is not None]
+
+    async def _filtered(self, news: list[ChoiceDelta]) -> list[ChoiceDelta]:
+        """What of it may leave. An answer that is cut is stopped as by a stop string."""
+        left = []
+        for delta in news:
+            try:
+                found = await self._filters[delta.index].feed(delta.text, last=bool(delta.finish_reason))
+            except YardError:
+                self.close()
+                raise
+            delta.text = found.text
+            if found.cut:
+                choice = self._choices[delta.index]
+                if not choice.finished:
+                    choice.finished = True
+                    self._finish(choice)
+                    if self._link is not None:
+                        self._unsettled.add(delta.index)
+                        self._link.stop(self._ids[delta.index])
+                delta.finish_reason, delta.stop_reason = "content_filter", ""
+            if delta.text or delta.finish_reason:
+                left.append(delta)
+        return left
 
     def _heard(self, index: int, end: End) -> None:
         self._unsettled.discard(index)

@@ -17,6 +17,7 @@ from gateway.servers.shadow_traffic import ShadowTraffic
 from gateway.state.view import SiteView
 from gateway.text.library import RETRY_FAILED_S, TextLibrary
 from gateway.text.model_text import ModelText
+from gateway.text.response_filter import FilterLibrary
 
 RETRY_AFTER_S = 2.0
 OVERCOMMIT = 2
@@ -38,6 +39,7 @@ class GenerationPath:
         self.quotas = quotas
         self.gate = Gate(self._room, self._queue_limit)
         self.shadows = ShadowTraffic(self)
+        self.filters = FilterLibrary()
         links.on_load = self.gate.pump
 
     def resolve(self, name: str, ask: Ask | None = None, *, avoid: str | None = None) -> route_table.Resolved:

@@ -56,6 +56,7 @@ _FINISH = {
     "stop": FinishReason.FINISH_REASON_STOP,
     "length": FinishReason.FINISH_REASON_LENGTH,
     "cancelled": FinishReason.FINISH_REASON_CANCELLED,
+    "content_filter": FinishReason.FINISH_REASON_CONTENT_FILTER,
 }
 _SAMPLING_FIELDS = tuple(Sampling.__slots__)
 
