@@ -16,6 +16,7 @@ import msgspec
 
 from gateway import drain
 from gateway.admission.quotas import Quotas
+from gateway.api import logs, tracing
 from gateway.api.records import HEARTBEAT_S, HEARTBEAT_TTL_S, GatewayRecord
 from gateway.api.runtime import Runtime
 from gateway.api.tasks import cancelled
@@ -83,8 +84,10 @@ class Gateway:
 
     async def start(self) -> None:
         """YardError when an address cannot be listened on."""
+        tracing.start("modelyard-gateway")
         self.view.subscribe(self._follow)
         await self._node_metrics.start()
+        logs.install(Path(self._runtime.run_dir), f"gateway-{self._node_metrics.place}")
         admin = AdminService(self._store, self.view, self._runtime)
         repository = KserveRepository(self.view, admin)
         await self.servers.start(
@@ -133,6 +136,7 @@ class Gateway:
         await cancelled(self._tasks)
         await self._links.close()
         await self._store.close()
+        tracing.stop()
 
     def _spawn(self, coroutine, name: str) -> None:
         self._tasks.append(asyncio.create_task(coroutine, name=name))

@@ -19,6 +19,7 @@ from gateway.routing.ask import Ask
 from gateway.servers.choice_stream import ChoiceDelta, ChoiceStream
 from gateway.servers.generation_path import RETRY_AFTER_S, GenerationPath
 from gateway.servers.request import GenerationRequest, answer_budget, check, check_ids, check_kind, resolved_sampling
+from gateway.servers.request_record import RequestRecord
 from gateway.servers.submits import prompt_tokens, submits
 from gateway.text.response_filter import AnswerFilter
 
@@ -83,6 +84,8 @@ class Generation:
         self._entering: asyncio.Future[Ticket] | None = None
         self._charged = False
         self.embedding = b""  # of a request for one, once it is done: fp32, little endian
+        self._ended_by = ErrorCode.CANCELLED  # when it ends before it is done
+        self._record = RequestRecord(request)
 
     @property
     def model(self) -> str:
@@ -124,9 +127,11 @@ class Generation:
             async with asyncio.timeout_at(self.request.deadline):
                 yield
         except TimeoutError as error:
+            self._ended_by = ErrorCode.DEADLINE
             self.close()
             raise self._deadline_error() from error
         except YardError as error:
+            self._ended_by = error.code
             self.close()
             if self._is_late and error.retry_after_s is not None:
                 raise self._deadline_error() from error  # there is no trying again for who has no time left (rule 10)
@@ -269,7 +274,9 @@ class Generation:
     def _take(self, index: int, tokens: Tokens, news: list[ChoiceDelta]) -> None:
         if not tokens.ids:
             return
-        self._started = True
+        if not self._started:
+            self._started = True
+            self._record.first_token()
         if self.request.embed:
             self.embedding = tokens.embedding
             return
@@ -355,6 +362,7 @@ class Generation:
         self._drop_sequences()
         elsewhere = any(other is not link for other in self._path.links.rotation(self.model))
         retryable = error.code is ErrorCode.UNAVAILABLE or (error.code is ErrorCode.EXHAUSTED and elsewhere)
+        self._ended_by = error.code
         if self._started or self._retried or self.request.shadow or not retryable:
             self.close()
             raise error
@@ -364,6 +372,7 @@ class Generation:
                 if not elsewhere:
                     await self._follow_route()
                 await self._launch(link)
+            self._ended_by = ErrorCode.CANCELLED
         except TimeoutError as late:
             self.close()
             raise self._deadline_error() from late
@@ -400,6 +409,15 @@ class Generation:
             self._ticket.leave(answered=self.done)
         self._pay()
         self._flight.wake()
+        usage = self.usage
+        self._record.end(
+            model=self.model,
+            tenant=self._caller.tenant,
+            prompt_tokens=usage.prompt_tokens,
+            completion_tokens=self.tokens,
+            cached_tokens=usage.cached_tokens,
+            error="" if self.done else self._ended_by.value,
+        )
 
     def _pay(self) -> None:
         """Who was not let through has used no quota."""
@@ -426,6 +444,7 @@ class Generation:
 
     def _check_running(self) -> None:
         if self._expired:
+            self._ended_by = ErrorCode.DEADLINE
             self.close()
             raise self._deadline_error()
         if self._closed:

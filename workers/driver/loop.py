@@ -30,6 +30,7 @@ from workers.driver.observe import loads
 from workers.driver.places import Places
 from workers.driver.rank_fleet import RankFleet
 from workers.driver.rank_link import RankLink
+from workers.driver.request_traces import RequestTraces
 from workers.driver.sequence import Request
 from workers.engines.trtllm.messages import Cancel, Generate
 from workers.messages import Command, DeviceLoad, Done, HeldShard, Progress, Report, SampledToken, StepDone, Welcome
@@ -101,6 +102,7 @@ class PoolLoop:
         self.device_loads: dict[int, DeviceLoad] = {}  # by rank, the last that each said
         self._outboxes: dict[int, Outbox] = {}
         self._logprobs: set[RequestKey] = set()
+        self._traces = RequestTraces(pool)
         self._next_link = OWN_LINK + 1
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
@@ -164,6 +166,7 @@ class PoolLoop:
         for request in requests:
             if request.sampling.logprobs >= 0:
                 self._logprobs.add(request.key)
+            self._traces.begin(request)
             self._tell(self.core.on_submit, request)
 
     def cancel(self, keys: Sequence[RequestKey]) -> None:
@@ -190,15 +193,18 @@ class PoolLoop:
         self._hosts.drop(group_id)
 
     def emit(self, key: RequestKey, token: SampledToken) -> None:
+        self._traces.token(key)
         if outbox := self._outboxes.get(key[0]):
             outbox.token(key[1], token, logprobs=key in self._logprobs)
 
     def end(self, key: RequestKey, ended: Ended) -> None:
         self._logprobs.discard(key)
+        self._traces.end(key, ended)
         if outbox := self._outboxes.get(key[0]):
             outbox.end(key[1], ended)
 
     def hold(self, key: RequestKey, reason: str, wait_s: float) -> None:
+        self._traces.held(key, reason)
         if outbox := self._outboxes.get(key[0]):
             outbox.hold(key[1], reason, wait_s)
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from gateway.api import logs, tracing
 from gateway.api.config import EngineSpec, PoolSpec
 from gateway.api.errors import unavailable
 from gateway.api.records import PoolRecord
@@ -74,6 +75,8 @@ class PoolDriverReplica:
         return self._server.endpoint
 
     async def start(self) -> None:
+        logs.install(Path(self._runtime.run_dir), f"pool-{self._pool}")
+        tracing.start("modelyard-pool")
         self.loop.core.state.fence = await self._heartbeat.newest_fence()
         endpoint = await self._server.start()
         log.info("pool %s: listening on %s", self._pool, endpoint)
@@ -96,6 +99,7 @@ class PoolDriverReplica:
         await self.loop.close(end_ranks=end_ranks)
         await self._heartbeat.close()
         await self._answers.close()
+        tracing.stop()
 
     def check_health(self) -> None:
         """YardError when the driver cannot go on by itself; Serve then starts another, which adopts the ranks."""

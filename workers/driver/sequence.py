@@ -23,6 +23,8 @@ class Request:
     ignore_eos: bool = False
     deadline: float | None = None
     priority: int = 0
+    request_id: str = ""
+    traceparent: str = ""
     tenant: str = ""
     tenant_weight: int = 100
     shadow: bool = False  # a copy that nobody waits for

@@ -35,6 +35,8 @@ def request_of(link: int, submit: pool_pb2.Submit, now: float) -> Request:
         ignore_eos=submit.ignore_eos,
         deadline=now + submit.timeout_ms / 1000 if submit.timeout_ms else None,
         priority=submit.priority,
+        request_id=submit.request_id,
+        traceparent=submit.traceparent,
         tenant=submit.tenant,
         tenant_weight=submit.tenant_weight or 100,
         shadow=submit.shadow,
