@@ -29,9 +29,18 @@ class Caller:
     quality: Quality | None = None
     headers: Mapping[str, str] = field(default_factory=dict)
 
+    def may_ask(self, name: str, route: str) -> bool:
+        """By the name that it uses or the route's own."""
+        return not self.spec.routes or name in self.spec.routes or route in self.spec.routes
+
+    def check_name(self, view: SiteView, name: str) -> None:
+        """YardError(DENIED) when the tenant may not ask it. Says the same of names that do not exist."""
+        route = view.resolve(name)
+        self.check_route(name, route.name if route else name)
+
     def check_route(self, name: str, route: str) -> None:
         """YardError(DENIED) when the tenant may not ask it, by the name that it used or the route's own."""
-        if self.spec.routes and name not in self.spec.routes and route not in self.spec.routes:
+        if not self.may_ask(name, route):
             allowed = ", ".join(self.spec.routes)
             raise YardError(
                 ErrorCode.DENIED,
@@ -48,7 +57,7 @@ def identify(view: SiteView, headers: Mapping[str, str]) -> Caller:
     Keys are compared by their SHA-256, and never logged (rule 15).
     """
     named = headers.get(TENANT_HEADER, "")
-    if view.key_owners:
+    if view.needs_key or view.key_owners:
         tenant = key_owner(view, headers.get(AUTHORIZATION, ""))
         if named and named != tenant:
             raise YardError(ErrorCode.DENIED, f"the API key is not one of tenant `{shortened(named)}`", field=TENANT_HEADER)

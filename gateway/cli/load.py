@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -110,18 +109,18 @@ def _run(plan: Plan, target: str | None, slo: Slo, plot: Path | None, json_file:
 
 
 async def _drive(plan: Plan, target: str | None) -> tuple[list[Outcome], float]:
+    from gateway.cli.api_key import api_key
     from gateway.cli.options import DEFAULT_SERVER
     from gateway.load.drive import run
     from gateway.load.targets import check, target_of
     from gateway.site import state
-    from gateway.site.client import API_KEY_VARIABLE
     from gateway.site.client_tls import of_environment
     from gateway.site.home import Home
 
     local = state.load(Home.from_environment()) if target is None else None
     tls = local.tls if local else of_environment()
     url = target or (local.grpc_address if local else DEFAULT_SERVER)
-    there = target_of(url, tls, os.environ.get(API_KEY_VARIABLE))
+    there = target_of(url, tls, api_key())
     try:
         await check(there, plan.model)
         return await run(plan, there)

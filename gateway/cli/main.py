@@ -9,7 +9,22 @@ from typing import NoReturn
 import typer
 
 from gateway.api.errors import YardError
-from gateway.cli import ask, backups, dashboards, doctor, engine, house, load, objects, residency, routes, simulate, top, watch
+from gateway.cli import (
+    api_key,
+    ask,
+    backups,
+    dashboards,
+    doctor,
+    engine,
+    house,
+    load,
+    objects,
+    residency,
+    routes,
+    simulate,
+    top,
+    watch,
+)
 from gateway.cli.exit_codes import EXIT_CODES, INTERRUPTED
 
 DEBUG_VARIABLE = "MODELYARD_DEBUG"
@@ -27,6 +42,7 @@ app = typer.Typer(
 )
 for commands in (house, objects, routes, residency, engine, simulate, backups, ask, load, watch, dashboards, doctor, top):
     commands.register(app)
+api_key.use(app)
 
 
 def main() -> NoReturn:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import os
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from gateway.api.errors import invalid
+from gateway.cli.api_key import api_key
 
 if TYPE_CHECKING:
     from gateway.site.client import SiteClient
@@ -40,15 +40,15 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Skip the safety chec
 def connect(server: str | None) -> SiteClient:
     """A client of `server`; of the site that runs in this home when none is named, with its secret."""
     from gateway.site import state
-    from gateway.site.client import API_KEY_VARIABLE, SiteClient
+    from gateway.site.client import SiteClient
     from gateway.site.client_tls import of_environment
     from gateway.site.home import Home
 
     home = Home.from_environment()
     local = state.load(home)
     if local is not None and server in (None, local.grpc_address):
-        return SiteClient(local.grpc_address, home.secrets().site, tls=local.tls)
-    return SiteClient(server or DEFAULT_SERVER, tls=of_environment(), api_key=os.environ.get(API_KEY_VARIABLE))
+        return SiteClient(local.grpc_address, home.secrets().site, tls=local.tls, api_key=api_key())
+    return SiteClient(server or DEFAULT_SERVER, tls=of_environment(), api_key=api_key())
 
 
 def kind_of(word: str) -> str:

@@ -144,9 +144,15 @@ def names(view: SiteView) -> list[RouteEntry]:
     return routes + [RouteEntry(name, view.models[name].generation, ((name, 1),), implicit=True) for name in models]
 
 
+def listed(view: SiteView, may_ask: Callable[[str, str], bool]) -> list[tuple[str, RouteEntry]]:
+    """Every name with what it leads to, aliases after their routes. `may_ask` takes a name and its route's own."""
+    found = [(name, route) for route in names(view) for name in (route.name, *sorted(route.aliases))]
+    return [(name, route) for name, route in found if may_ask(name, route.name)]
+
+
 def _unknown(view: SiteView, name: str) -> str:
     name = shortened(name)
-    known = [route.name for route in names(view)]
+    known = [known for known, _ in listed(view, lambda *_: True)]
     if not known:
         return f"no model or route `{name}`: the site has none yet; apply a Model manifest"
     more = ", …" if len(known) > SUGGESTED_NAMES else ""

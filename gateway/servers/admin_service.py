@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -28,8 +28,9 @@ from gateway.servers.grpc_errors import abort
 from gateway.servers.residency import set_residency
 from gateway.state.connection import LOST, refused
 from gateway.state.diff import yaml_diff
-from gateway.state.edits import Put, Write, apply_edit, rollback_edit, switch_edit
+from gateway.state.edits import Put, Write, apply_edit, delete_edit, rollback_edit, switch_edit
 from gateway.state.history import History
+from gateway.state.key_gate import first_keys, kept_closed
 from gateway.state.placement_record import load_placement
 from gateway.state.pool_gate import guarded
 from gateway.state.restoring import brought_back, checked, deleted_since, read_backup
@@ -40,6 +41,7 @@ from gateway.state.view import SiteView
 from placement.types import PlacedGroup
 
 DEFAULT_EVENTS = 50
+KEYS_NOTE = "from now on every request needs `authorization: Bearer KEY` with a key of a tenant; until now none did"
 MAX_MANIFEST_CHARACTERS = 2**18
 MAX_MANIFEST_DEPTH = 32
 
@@ -79,12 +81,21 @@ class AdminService(AdminServicer):
     async def Apply(self, request: pb.ApplyRequest, context: Context) -> pb.ApplyResponse:
         self._check_store()
         puts = [_put(item) for item in request.objects]
-        edit: Edit = functools.partial(apply_edit, puts=puts)
+        plain: Edit = functools.partial(apply_edit, puts=puts)
+        opened: frozenset[ObjectKey] = frozenset()
+
+        def edit(snapshot: Snapshot) -> Sequence[Write]:
+            nonlocal opened
+            writes = plain(snapshot)
+            opened = first_keys(snapshot, writes)
+            return writes
+
         pools = (await self._store.observed()).pools
+        change: Edit = edit
         if not request.force:
-            edit = guarded(gated(edit, Readiness(pools.values()), explicit=False), pools)
-        commit = await self._store.transact(edit, _actor(context, self.view))
-        return pb.ApplyResponse(changes=[_change(write, pools) for write in commit.writes], revision=commit.revision)
+            change = kept_closed(guarded(gated(edit, Readiness(pools.values()), explicit=False), pools))
+        commit = await self._store.transact(change, _actor(context, self.view))
+        return pb.ApplyResponse(changes=[_change(write, pools, opened) for write in commit.writes], revision=commit.revision)
 
     @_answering
     async def Plan(self, request: pb.ApplyRequest, context: Context) -> pb.PlanResponse:
@@ -94,7 +105,9 @@ class AdminService(AdminServicer):
         placements = await self._planner.plan(
             snapshot, after_writes(snapshot, documents), observed.pools, await self._placement()
         )
-        return pb.PlanResponse(changes=[_change(write, observed.pools) for write in writes], placements=placements)
+        return pb.PlanResponse(
+            changes=[_change(write, observed.pools, first_keys(snapshot, writes)) for write in writes], placements=placements
+        )
 
     @_answering
     async def Get(self, request: pb.GetRequest, context: Context) -> pb.GetResponse:
@@ -114,7 +127,9 @@ class AdminService(AdminServicer):
     async def Delete(self, request: pb.DeleteRequest, context: Context) -> pb.DeleteResponse:
         self._check_store()
         _check_kind(request.kind)
-        commit = await self._store.delete(request.kind, request.name, force=request.force, actor=_actor(context, self.view))
+        key = ObjectKey(request.kind, request.name)
+        edit: Edit = functools.partial(delete_edit, key=key, force=request.force)
+        commit = await self._store.transact(edit if request.force else kept_closed(edit), _actor(context, self.view))
         return pb.DeleteResponse(change=_change(commit.writes[0]))
 
     @_answering
@@ -260,7 +275,7 @@ def _put(item: pb.Object) -> Put:
     return Put(document, item.generation)
 
 
-def _change(write: Write, pools: Mapping[str, PoolRecord] | None = None) -> pb.Change:
+def _change(write: Write, pools: Mapping[str, PoolRecord] | None = None, opened: Collection[ObjectKey] = ()) -> pb.Change:
     before = write.before.manifest if write.before else None
     action = {"switched": "changed", "rolled_back": "changed"}.get(write.action, write.action)
     return pb.Change(
@@ -269,7 +284,7 @@ def _change(write: Write, pools: Mapping[str, PoolRecord] | None = None) -> pb.C
         action=action,
         generation=write.generation,
         diff=yaml_diff(before, write.document, str(write.key)),
-        notes=_notes(write, pools or {}),
+        notes=[*_notes(write, pools or {}), *(KEYS_NOTE for key in opened if key == write.key)],
     )
 
 

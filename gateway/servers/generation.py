@@ -147,8 +147,8 @@ class Generation:
             return
         self._caller = identify(path.view, request.headers)
         self._ask = path.ask(self._caller)
+        self._caller.check_name(path.view, request.model)
         resolved = path.resolve(request.model, self._ask)
-        self._caller.check_route(request.model, resolved.route)
         await self._aim(resolved)
         if route_table.needs_length(path.view, request.model):
             # Counted with the tokenizer of the model that answers when no rule holds.

@@ -177,7 +177,7 @@ class InferenceService(InferenceServicer):
 
     async def Tokenize(self, request: TokenizeRequest, context: Context) -> TokenizeResponse:
         async def answer() -> TokenizeResponse:
-            identify(self._path.view, headers(context))
+            identify(self._path.view, headers(context)).check_name(self._path.view, request.model)
             resolved = self._path.resolve(request.model)
             text = await self._path.text(resolved)
             if request.messages:
@@ -201,7 +201,7 @@ class InferenceService(InferenceServicer):
 
     async def Detokenize(self, request: DetokenizeRequest, context: Context) -> DetokenizeResponse:
         async def answer() -> DetokenizeResponse:
-            identify(self._path.view, headers(context))
+            identify(self._path.view, headers(context)).check_name(self._path.view, request.model)
             text = await self._path.text(self._path.resolve(request.model))
             _check_size(len(request.ids), "ids")
             check_ids(request.ids, text.vocabulary_size, "ids")
@@ -214,10 +214,16 @@ class InferenceService(InferenceServicer):
 
     async def ListModels(self, request: ListModelsRequest, context: Context) -> ListModelsResponse:
         try:
-            identify(self._path.view, headers(context))
+            caller = identify(self._path.view, headers(context))
         except YardError as error:
             await abort(context, error)
-        return ListModelsResponse(models=[self._info(route) for route in route_table.names(self._path.view)])
+        return ListModelsResponse(
+            models=[
+                self._info(route)
+                for route in route_table.names(self._path.view)
+                if any(caller.may_ask(name, route.name) for name in (route.name, *route.aliases))
+            ]
+        )
 
     def _info(self, route: route_table.RouteEntry) -> ModelInfo:
         models = [model for model, weight in route.targets if weight > 0 and model in self._path.view.models]

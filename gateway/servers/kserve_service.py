@@ -78,7 +78,7 @@ class KserveService(GRPCInferenceServiceServicer):
     ) -> list[str]:
         """The models behind the name. Ends the call when there are none, or nobody may ask."""
         try:
-            identify(self._path.view, headers(context))
+            identify(self._path.view, headers(context)).check_name(self._path.view, request.name)
             check_version(request.name, request.version)
             return self._models(request.name)
         except YardError as error:
@@ -120,10 +120,11 @@ class KserveService(GRPCInferenceServiceServicer):
 
     async def RepositoryIndex(self, request: pb.RepositoryIndexRequest, context: Context) -> pb.RepositoryIndexResponse:
         try:
-            identify(self._path.view, headers(context))
+            caller = identify(self._path.view, headers(context))
         except YardError as error:
             await abort(context, error)
-        return self._repository.index(ready=request.ready)
+        index = self._repository.index(ready=request.ready)
+        return pb.RepositoryIndexResponse(models=[entry for entry in index.models if caller.may_ask(entry.name, entry.name)])
 
     async def RepositoryModelLoad(
         self, request: pb.RepositoryModelLoadRequest, context: Context

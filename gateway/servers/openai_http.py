@@ -58,13 +58,14 @@ class _SiteEndpoints:
         self._health = health
 
     async def models(self, request: Request) -> Response:
-        identify(self._path.view, dict(request.headers))
-        data = [self._model(route) for route in route_table.names(self._path.view)]
+        caller = identify(self._path.view, dict(request.headers))
+        names = route_table.listed(self._path.view, caller.may_ask)
+        data = [{**self._model(route), "id": name} for name, route in names]
         return self._json({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
-        identify(self._path.view, dict(request.headers))
         name = request.path_params["name"]
+        identify(self._path.view, dict(request.headers)).check_name(self._path.view, name)
         resolved = self._path.resolve(name)
         route = self._path.view.resolve(resolved.route)
         assert route is not None

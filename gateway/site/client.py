@@ -19,7 +19,6 @@ from gateway.api.runtime import SECRET_METADATA_KEY
 from gateway.site.client_tls import ClientTls
 
 CALL_TIMEOUT_S = 15.0
-API_KEY_VARIABLE = "MODELYARD_API_KEY"
 _CODES = {status: code for code, status in GRPC_STATUS.items()} | {
     grpc.StatusCode.ABORTED: ErrorCode.CONFLICT,
     grpc.StatusCode.ALREADY_EXISTS: ErrorCode.CONFLICT,
@@ -132,6 +131,8 @@ class SiteClient:
         code = _CODES.get(status, ErrorCode.INTERNAL)
         if code is ErrorCode.UNAVAILABLE and "onnect" in details and "address" in details:
             details = f"no Modelyard answers at {self.address}; start it with `yard up`, or name another with --server HOST:PORT"
+        if code is ErrorCode.UNAUTHENTICATED:
+            details += "; `yard` sends the one of --api-key KEY or MODELYARD_API_KEY"
         if code is ErrorCode.DEADLINE:
             details = f"{self.address} did not answer in time: {details}"
         return YardError(code, details or f"{self.address} answered {status.name}")

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from gateway.api.config import Manifest, ModelSpec, PoolSpec, RouteSpec, TenantSpec
 from gateway.api.records import ControllerRecord, DesiredObject, GatewayRecord, GroupRecord, PoolRecord
+from gateway.state.key_gate import needs_key
 from gateway.state.snapshot import ObjectKey, Observed, Snapshot
 
 log = logging.getLogger(__name__)
@@ -57,6 +58,7 @@ class SiteView:
         self.aliases: dict[str, str] = {}  # alias -> route name
         self.tenants: dict[str, TenantSpec] = {}
         self.key_owners: dict[str, str] = {}  # SHA-256 of an API key -> tenant
+        self.needs_key = False  # some stored tenant has keys, readable or not
         self.desired_pools: dict[str, PoolEntry] = {}
         self.pools: dict[str, PoolRecord] = {}  # heartbeats that have not expired
         self.gateways: dict[str, GatewayRecord] = {}
@@ -124,6 +126,7 @@ class SiteView:
                     _keep(key, (("Tenant", tenants, self.tenants), ("Pool", pools, self.desired_pools)))
         self.aliases = {alias: route.name for route in self.routes.values() for alias in route.aliases}
         self.key_owners = {digest: name for name, tenant in self.tenants.items() for digest in tenant.key_hashes}
+        self.needs_key = needs_key(snapshot)
         self._synced.set()
         self._notify()
 

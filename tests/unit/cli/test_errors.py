@@ -8,9 +8,15 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
+from typer.testing import CliRunner
+
+from gateway.api.errors import YardError
+from gateway.cli.main import app
 
 
 def yard(*arguments: str, home: Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -108,3 +114,32 @@ def test_the_command_starts_fast(tmp_path: Path):
     began_s = time.monotonic()
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
     assert time.monotonic() - began_s < 5
+
+
+def test_a_key_reaches_the_gateway_and_its_refusal_names_the_option():
+    """As an option or from the environment; `yard run` and every other command that asks a gateway."""
+    seen: list[dict[str, str]] = []
+
+    def answer(request: object, context: grpc.ServicerContext) -> None:
+        seen.append(dict(context.invocation_metadata()))  # type: ignore[arg-type]
+        context.abort(grpc.StatusCode.UNAUTHENTICATED, "this site asks for an API key")
+
+    class Everything(grpc.GenericRpcHandler):
+        def service(self, handler_call_details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+            return grpc.unary_unary_rpc_method_handler(answer)
+
+    server = grpc.server(ThreadPoolExecutor(1), handlers=[Everything()])
+    where = ["--server", f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"]
+    server.start()
+    runner = CliRunner()
+    for arguments, environment, sent in (
+        (["ps", "--api-key", "k1"], {}, "Bearer k1"),
+        (["run", "chat", "hello", "--api-key", "k1"], {"MODELYARD_API_KEY": "k2"}, "Bearer k1"),
+        (["get", "models"], {"MODELYARD_API_KEY": "k2"}, "Bearer k2"),
+        (["run", "chat", "hello"], {}, None),
+    ):
+        result = runner.invoke(app, [*arguments, *where], env={"MODELYARD_HOME": "/nowhere", **environment})
+        assert isinstance(result.exception, YardError)
+        assert "--api-key KEY or MODELYARD_API_KEY" in result.exception.message
+        assert seen[-1].get("authorization") == sent
+    server.stop(0)

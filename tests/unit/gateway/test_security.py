@@ -15,15 +15,19 @@ import pytest
 from lone_gateway import LoneGateway
 from scripted_pool import ScriptedPool
 
+from gateway.admission.caller import identify
 from gateway.api.errors import ErrorCode, YardError
-from gateway.api.proto.inference_pb2 import GenerateRequest, ListModelsRequest
+from gateway.api.proto.inference_pb2 import GenerateRequest, ListModelsRequest, TokenizeRequest
 from gateway.api.proto.inference_pb2_grpc import InferenceStub
+from gateway.api.records import DesiredObject
 from gateway.api.runtime import SECRET_METADATA_KEY, TlsFiles
 from gateway.servers.admin_guard import AdminAccess, actor_of, role_of
 from gateway.servers.client_limits import ClientLimits
 from gateway.servers.public_servers import Limits, PublicServers
 from gateway.servers.tls import ServerTls
 from gateway.state.history import changed_fields
+from gateway.state.snapshot import ObjectKey, Snapshot
+from gateway.state.view import SiteView
 
 KEYS = {"app": "infer", "duty": "operate", "root": "admin"}
 ADMIN = "/modelyard.v1.Admin/"
@@ -229,3 +233,36 @@ async def test_mutual_tls_and_renewal(mutual: LoneGateway, tmp_path: Path) -> No
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     with pytest.raises(YardError, match=r"nowhere\.pem.*spec\.listen\.tls"):
         ServerTls(TlsFiles(str(tmp_path / "nowhere.pem"), str(tmp_path / "nowhere.key")))
+
+
+async def test_a_tenant_sees_only_what_it_may_ask(lone: LoneGateway) -> None:
+    """By whatever surface it looks; of other names it is told the same as of names that do not exist."""
+    lone.put("Route", "chat", {"targets": [{"model": "m"}], "aliases": ["talk"]})
+    lone.put("Route", "secret", {"targets": [{"model": "m"}]})
+    digest = hashlib.sha256(b"key-of-app").hexdigest()
+    lone.put("Tenant", "app", {"key_hashes": [digest], "routes": ["chat"]})
+    async with httpx.AsyncClient(base_url=lone.http, headers={"authorization": "Bearer key-of-app"}) as http:
+        models = (await http.get("/v1/models")).json()["data"]
+        assert [item["id"] for item in models] == ["chat", "talk"]
+        assert (await http.get("/v1/models/talk")).status_code == 200
+        for name in ("secret", "m", "nowhere"):
+            answer = await http.get(f"/v1/models/{name}")
+            assert answer.status_code == 403
+            assert answer.json()["error"]["message"].replace(f"`{name}`", "`X`") == (
+                "tenant `app` may not ask `X`; it may ask chat; see spec.routes of the Tenant"
+            )
+    listed = await lone.inference.ListModels(ListModelsRequest(), metadata=bearer("app"))
+    assert [item.name for item in listed.models] == ["chat"]
+    for name in ("secret", "nowhere"):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await lone.inference.Tokenize(TokenizeRequest(model=name, text="x"), metadata=bearer("app"))
+        assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+
+
+def test_keys_are_needed_while_a_stored_tenant_has_some_that_cannot_be_read() -> None:
+    document = {"kind": "Tenant", "metadata": {"name": "t"}, "spec": {"key_hashes": ["of another version"]}}
+    view = SiteView()
+    view.apply_desired(Snapshot(1, {ObjectKey("Tenant", "t"): DesiredObject("Tenant", "t", 1, 1, document, 0.0)}))
+    assert view.rejected
+    with pytest.raises(YardError, match="asks for an API key"):
+        identify(view, {})

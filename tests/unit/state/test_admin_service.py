@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import msgspec
 import pytest
-from site_documents import model, pool, route
+from site_documents import model, pool, route, tenant
 from valkey_server import ValkeyServer
 from watching import until
 
@@ -409,3 +409,17 @@ async def test_a_restore_says_what_was_deleted_since_and_brings_it_back_by_force
     assert stored is not None
     assert (stored.generation, stored.manifest["spec"]["priority"]) == (3, 7)
     await until(admin.view, lambda view: "chat" in view.routes)
+
+
+async def test_the_last_keys_of_a_site_go_only_by_force(admin: Admin) -> None:
+    keys = ["0" * 64]
+    answer = await admin.apply(tenant("t", key_hashes=keys), tenant("u"))
+    assert "from now on every request needs" in answer.changes[0].notes[0]
+    assert not answer.changes[1].notes
+    for change in (admin.apply(tenant("t")), admin.stub.Delete(pb.DeleteRequest(kind="Tenant", name="t"))):
+        with pytest.raises(grpc.aio.AioRpcError, match=r"Tenant/t has the last API keys.*passes without a key") as refused:
+            await change
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+    await admin.apply(tenant("t"), tenant("u", key_hashes=keys))
+    await admin.stub.Delete(pb.DeleteRequest(kind="Tenant", name="u", force=True))
+    await until(admin.view, lambda view: view.revision == 3 and not view.needs_key)
