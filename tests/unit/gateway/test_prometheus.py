@@ -119,7 +119,7 @@ def observe(lone: LoneGateway, pool: ScriptedPool, turn: int) -> None:
         total_bytes=1000,
         link_bytes_per_s=1e9,
     )
-    wake = SwitchRecord("wake", turn + 1, 0.2, 0.2, 0.2, took.total_s, 100 * turn, 0.3, tuple(took.counts))
+    wake = SwitchRecord("wake", turn + 1, 0.2, 0.2, 0.2, took.total_s, 2 * 10**9 * turn, 0.3, tuple(took.counts))
     totals = (ModelTotals("m", 100 * turn, 40 * turn, 70 * turn, turn),)
     extra = {"ranks": (rank,), "switches": (wake,), "totals": totals, "rank_restarts": turn, "held": 2, "steps": turn}
     record = pool.record(extra=extra)
