@@ -33,11 +33,15 @@ def api_key() -> str | None:
 def use(app: typer.Typer) -> None:
     """Gives the option to all commands registered by now that ask a gateway."""
     for command in app.registered_commands:
-        if command.callback is not None and _ASKS & inspect.signature(command.callback).parameters.keys():
+        if command.callback is not None and _asks(command.callback):
             command.callback = _taking_a_key(command.callback)
     for group in app.registered_groups:
         if group.typer_instance is not None:
             use(group.typer_instance)
+
+
+def _asks(callback: Callable[..., Any]) -> bool:
+    return any(given.name in _ASKS and given.default is None for given in inspect.signature(callback).parameters.values())
 
 
 def _taking_a_key(callback: Callable[..., Any]) -> Callable[..., Any]:

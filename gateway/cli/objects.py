@@ -31,11 +31,13 @@ def register(app: typer.Typer) -> None:
         app.command()(command)
 
 
-def apply(file: FilesOption, server: ServerOption = None, output: OutputOption = Output.table) -> None:
+def apply(
+    file: FilesOption, force: ForceOption = False, server: ServerOption = None, output: OutputOption = Output.table
+) -> None:
     """Create or change objects. Either all of them are valid and written, or none is."""
     objects = _read(file)
     with connect(server) as client:
-        answer = client.apply(objects)
+        answer = client.apply(objects, force=force)
     if output is Output.table:
         for change in answer.changes:
             typer.echo(f"{change.kind} {change.name} {change.action} (generation {change.generation})")
@@ -45,15 +47,16 @@ def apply(file: FilesOption, server: ServerOption = None, output: OutputOption =
         printing.document({"revision": answer.revision, "changes": _changes(answer.changes)}, output)
 
 
-def plan(file: FilesOption, server: ServerOption = None, output: OutputOption = Output.table) -> None:
+def plan(file: FilesOption, force: ForceOption = False, server: ServerOption = None, output: OutputOption = Output.table) -> None:
     """Show what `apply` would do: changes, loads, moves and evictions, how long they take, and SLOs at risk. Writes nothing.
 
-    Exit codes: 0 nothing would change, 2 something would, 1 it cannot be done (a model would be nowhere, or a file is wrong).
+    Exit codes: 0 nothing would change, 2 something would, 1 it cannot be done (a model would be nowhere, `apply` would
+    refuse it without --force, or a file is wrong).
     """
     try:
         objects = _read(file)
         with connect(server) as client:
-            answer = client.plan(objects)
+            answer = client.plan(objects, force=force)
     except YardError as error:
         typer.echo(f"yard: {error.message}", err=True)
         raise typer.Exit(plans.IMPOSSIBLE) from error

@@ -37,6 +37,7 @@ from gateway.state.restoring import brought_back, checked, deleted_since, read_b
 from gateway.state.route_gate import Readiness, gated
 from gateway.state.snapshot import Backup, ObjectKey, Observed, Snapshot
 from gateway.state.store import SiteStore
+from gateway.state.stranding import not_stranding
 from gateway.state.view import SiteView
 from placement.types import PlacedGroup
 
@@ -93,14 +94,15 @@ class AdminService(AdminServicer):
         pools = (await self._store.observed()).pools
         change: Edit = edit
         if not request.force:
-            change = kept_closed(guarded(gated(edit, Readiness(pools.values()), explicit=False), pools))
+            change = _safe(edit, pools)
         commit = await self._store.transact(change, _actor(context, self.view))
         return pb.ApplyResponse(changes=[_change(write, pools, opened) for write in commit.writes], revision=commit.revision)
 
     @_answering
     async def Plan(self, request: pb.ApplyRequest, context: Context) -> pb.PlanResponse:
         snapshot, observed = await self._read(context)
-        writes = apply_edit(snapshot, [_put(item) for item in request.objects])
+        edit: Edit = functools.partial(apply_edit, puts=[_put(item) for item in request.objects])
+        writes = (edit if request.force else _safe(edit, observed.pools))(snapshot)
         documents = {write.key: write.document for write in writes if write.action != "unchanged"}
         placements = await self._planner.plan(
             snapshot, after_writes(snapshot, documents), observed.pools, await self._placement()
@@ -129,7 +131,9 @@ class AdminService(AdminServicer):
         _check_kind(request.kind)
         key = ObjectKey(request.kind, request.name)
         edit: Edit = functools.partial(delete_edit, key=key, force=request.force)
-        commit = await self._store.transact(edit if request.force else kept_closed(edit), _actor(context, self.view))
+        if not request.force:
+            edit = kept_closed(not_stranding(edit, (await self._store.observed()).pools))
+        commit = await self._store.transact(edit, _actor(context, self.view))
         return pb.DeleteResponse(change=_change(commit.writes[0]))
 
     @_answering
@@ -252,6 +256,11 @@ class AdminService(AdminServicer):
             context.set_trailing_metadata((("modelyard-degraded", "true"),))
             view = self.view
             return view.desired, Observed(view.pools, view.gateways, view.controller)
+
+
+def _safe(edit: Edit, pools: Mapping[str, PoolRecord]) -> Edit:
+    """With all that an apply makes sure of, unless it is forced."""
+    return kept_closed(not_stranding(guarded(gated(edit, Readiness(pools.values()), explicit=False), pools), pools))
 
 
 def _put(item: pb.Object) -> Put:

@@ -51,11 +51,11 @@ class SiteClient:
     def __exit__(self, *exception: object) -> None:
         self._channel.close()
 
-    def apply(self, objects: Sequence[admin.Object]) -> admin.ApplyResponse:
-        return self._call(self._admin.Apply, admin.ApplyRequest(objects=objects))
+    def apply(self, objects: Sequence[admin.Object], *, force: bool = False) -> admin.ApplyResponse:
+        return self._call(self._admin.Apply, admin.ApplyRequest(objects=objects, force=force))
 
-    def plan(self, objects: Sequence[admin.Object]) -> admin.PlanResponse:
-        return self._call(self._admin.Plan, admin.ApplyRequest(objects=objects))
+    def plan(self, objects: Sequence[admin.Object], *, force: bool = False) -> admin.PlanResponse:
+        return self._call(self._admin.Plan, admin.ApplyRequest(objects=objects, force=force))
 
     def get(self, kind: str = "", name: str = "") -> admin.GetResponse:
         return self._call(self._admin.Get, admin.GetRequest(kind=kind, name=name))

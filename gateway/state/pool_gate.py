@@ -45,7 +45,7 @@ def _problems(spec: object, record: PoolRecord) -> Iterator[str]:
     if lost:
         yield f"{key}: spec.devices {spec.devices} takes away ranks that {', '.join(lost)} run on (it has {len(record.ranks)})"
     for rank in record.ranks[: spec.devices]:
-        needed, models = _needs(rank)
+        needed, models = needs(rank)
         if spec.memory is not None and spec.memory < needed:
             yield (
                 f"{key}: spec.memory {spec.memory / 2**30:.2f} GiB is less than the {needed / 2**30:.2f} GiB that "
@@ -53,6 +53,6 @@ def _problems(spec: object, record: PoolRecord) -> Iterator[str]:
             )
 
 
-def _needs(rank: RankRecord) -> tuple[int, list[str]]:
+def needs(rank: RankRecord) -> tuple[int, list[str]]:
     lines = [(model, size) for model, kind, size in rank.ledger if kind in _NEEDED and size]
     return sum(size for _, size in lines), sorted({model for model, _ in lines if model})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from gateway.api.config import ModelSpec
+from gateway.api.config import ModelSpec, RouteSpec
 from gateway.api.errors import ErrorCode, YardError, unavailable
 from gateway.api.records import GroupRecord, PoolRecord
 from gateway.state.edits import Write, parse_document, targets_of
@@ -67,12 +67,26 @@ def gated(
                 and write.document is not None
                 and write.action != "unchanged"
             ):
-                before, after = targets_of(parse_document(write.before.manifest)), targets_of(parse_document(write.document))
+                before, after = _takers(write.before.manifest), _takers(write.document)
                 if before != after:
                     _check(write.key, before, after, readiness, _replicas(snapshot, models, after), explicit=explicit)
         return writes
 
     return checked
+
+
+def _takers(document: dict) -> Mapping[str, int]:
+    """Model -> weight of what takes the traffic that no caller or prompt is special for: a canary of all callers, a rule for
+    every prompt, else the targets."""
+    manifest = parse_document(document)
+    spec = manifest.spec
+    assert isinstance(spec, RouteSpec)
+    for rule in spec.rules:
+        if rule.quality is None and (rule.min_prompt_tokens or 1) <= 1 and rule.max_prompt_tokens is None:
+            return {rule.model: 100}
+    if spec.canary is not None and spec.canary.percent == 100:
+        return {spec.canary.model: 100}
+    return targets_of(manifest)
 
 
 def _check(

@@ -423,3 +423,39 @@ async def test_the_last_keys_of_a_site_go_only_by_force(admin: Admin) -> None:
     await admin.apply(tenant("t"), tenant("u", key_hashes=keys))
     await admin.stub.Delete(pb.DeleteRequest(kind="Tenant", name="u", force=True))
     await until(admin.view, lambda view: view.revision == 3 and not view.needs_key)
+
+
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([route("chat", "m", canary={"model": "bad", "percent": 100})], "`bad`: it is in no pool"),
+        ([route("chat", "m", rules=[{"model": "bad", "min_prompt_tokens": 1}])], "`bad`: it is in no pool"),
+        ([model("m", replicas=0)], "Route/chat .*`m` would have no replicas; raise its replicas"),
+        ([pool("q"), model("m", pools=["q"])], "Route/chat .*`m` would find no room in pool q"),
+    ],
+)
+async def test_rule_8_no_change_leaves_a_route_that_answers_without_a_ready_target(
+    admin: Admin, documents: list, message: str
+) -> None:
+    """Rule 8, judged by what a change does, whichever object it changes; a plan refuses what the apply does."""
+    await admin.apply(pool("p"), model("m"), model("bad"), route("chat", "m"))
+    await admin.observe(group("m"))
+    for call in (admin.stub.Plan, admin.stub.Apply):
+        with pytest.raises(grpc.aio.AioRpcError, match=message) as refused:
+            await call(pb.ApplyRequest(objects=[obj(item) for item in documents]))
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "--force" in (refused.value.details() or "")
+    await admin.stub.Plan(pb.ApplyRequest(objects=[obj(item) for item in documents], force=True))
+    await admin.apply(*documents, force=True)
+
+
+async def test_rule_8_a_pool_in_use_is_not_deleted_for_an_empty_one_that_has_no_room(admin: Admin) -> None:
+    """Rule 8: what the second pool can hold counts, not that it exists."""
+    await admin.apply(pool("p"), pool("q"), model("m"), route("chat", "m"))
+    await admin.observe(group("m"), ledger=(("m", "weights", 2**30),))
+    with pytest.raises(grpc.aio.AioRpcError, match=r"Route/chat .*`m` would find no room in pool q"):
+        await admin.stub.Delete(pb.DeleteRequest(kind="Pool", name="p"))
+    second = PoolRecord("q", "127.0.0.1:2", "i", "n", 1, "cpu", 1, 1, 0.0, ranks=(RankRecord(0, "n", 1, "cpu", 2**31),))
+    await admin.store.redis.set(admin.store.keys.pool("q"), msgspec.json.encode(second))
+    await admin.store.redis.sadd(admin.store.keys.pools, "q")
+    await admin.stub.Delete(pb.DeleteRequest(kind="Pool", name="p"))

@@ -1,0 +1,83 @@
+"""No change leaves a route that answers now without a target that will (rule 8), whichever object it changes. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from gateway.api.config import Manifest, ModelSpec, RouteSpec
+from gateway.api.errors import ErrorCode, YardError
+from gateway.api.records import GroupRecord, PoolRecord
+from gateway.state.edits import Write, parse_document, parsed_site
+from gateway.state.pool_gate import needs
+from gateway.state.route_gate import Readiness
+from gateway.state.snapshot import ObjectKey, Snapshot
+
+Site = Mapping[ObjectKey, Manifest]
+
+
+def not_stranding(
+    edit: Callable[[Snapshot], Sequence[Write]], pools: Mapping[str, PoolRecord]
+) -> Callable[[Snapshot], Sequence[Write]]:
+    """The same edit, refused with YardError(CONFLICT) that names the routes and the fix."""
+
+    def checked(snapshot: Snapshot) -> Sequence[Write]:
+        writes = edit(snapshot)
+        changed = {write.key for write in writes if write.action != "unchanged"}
+        if any(key.kind in ("Model", "Pool", "Route") for key in changed):
+            before = parsed_site(snapshot)
+            after = {key: manifest for key, manifest in before.items() if key not in changed}
+            after |= {
+                write.key: parse_document(write.document)
+                for write in writes
+                if write.key in changed and write.document is not None
+            }
+            if problems := list(_problems(before, after, pools)):
+                raise YardError(ErrorCode.CONFLICT, "\n".join(problems), field="spec")
+        return writes
+
+    return checked
+
+
+def _problems(before: Site, after: Site, pools: Mapping[str, PoolRecord]) -> Iterator[str]:
+    readiness = Readiness(pools.values())
+    for key, manifest in sorted(after.items()):
+        had = before.get(key)
+        if not isinstance(manifest.spec, RouteSpec) or had is None or not isinstance(had.spec, RouteSpec):
+            continue
+        answering = [model for model in _answerers(had.spec) if readiness.answers(model)]
+        reasons = {model: _lost(model, after, pools) for model in _answerers(manifest.spec) if readiness.answers(model)}
+        if answering and all(reasons.values()):
+            stories = [f"`{model}`: {readiness.story(model)}" for model in _answerers(manifest.spec) if model not in reasons]
+            causes = "; ".join([*(reason for reason in reasons.values() if reason), *stories])
+            yield f"{key} answers now, and would have no ready target: {causes}, or use --force"
+
+
+def _answerers(spec: RouteSpec) -> list[str]:
+    return [*(target.model for target in spec.targets if target.weight), *spec.fallback]
+
+
+def _lost(name: str, after: Site, pools: Mapping[str, PoolRecord]) -> str:
+    """Why the model would serve nowhere after the change, and what to do; empty when it goes on or finds another place."""
+    manifest = after.get(ObjectKey("Model", name))
+    if manifest is None or not isinstance(manifest.spec, ModelSpec):
+        return f"`{name}` would be gone; give the route another target that is ready"
+    if not manifest.spec.replicas:
+        return f"`{name}` would have no replicas; raise its replicas, or give the route another target that is ready"
+    allowed = [key.name for key in after if key.kind == "Pool" and key.name in (manifest.spec.pools or (key.name,))]
+    held = [(record, group) for record in pools.values() for group in record.groups if group.model == name]
+    if any(record.pool in allowed and group.state in ("ready", "parked") for record, group in held):
+        return ""
+    known = [key for key in after if key.kind == "Pool"]
+    running = [pools[pool] for pool in allowed if pool in pools]
+    if not known or any(_has_room(other, record, group) for other in running for record, group in held):
+        return ""
+    where = f"pool {', '.join(sorted(allowed))}" if allowed else "any pool"
+    return f"`{name}` would find no room in {where}; make room there first, or keep the pool that it is in"
+
+
+def _has_room(other: PoolRecord, home: PoolRecord, group: GroupRecord) -> bool:
+    """Whether as many ranks of the other pool have free what the group holds on each of its own."""
+    ledgers = [rank.ledger for rank in home.ranks if rank.index in group.ranks]
+    wanted = max((sum(size for model, _, size in ledger if model == group.model) for ledger in ledgers), default=0)
+    free = [rank for rank in other.ranks if rank.alive and rank.capacity_bytes - needs(rank)[0] >= wanted]
+    return len(free) >= len(group.ranks)
