@@ -72,6 +72,10 @@ def _print_addresses(result: Up) -> None:
         typer.echo(
             f"  kept as ops left it: {name} differs from its file in {state.site_dir} (`yard apply -f` goes back to the file)"
         )
+    for name in result.deleted:
+        typer.echo(
+            f"  kept deleted: {name} is in {state.site_dir}, and was deleted on the running site (`yard apply -f` brings it back)"
+        )
     typer.echo(f"  gRPC       {state.grpc_address}")
     typer.echo(f"  HTTP       http://{state.http_address}/v1")
     if state.ray_is_ours:

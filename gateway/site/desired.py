@@ -1,7 +1,8 @@
 """Brings the site directory's objects into the site without undoing what ops did since.
 
-An object is written when the site does not have it, or when its file changed since `yard up` last applied it. One that was
-changed on the running site (a route switched, a model resized) while its file stayed the same is kept as it is.
+An object is written when its file is new or changed since `yard up` last applied it. One that was changed on the running site (a
+route switched, a model resized) or deleted there while its file stayed the same is kept as it is. A store that never held
+anything gets all.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from gateway.site.home import Home, write_private
 class Reconciled:
     written: tuple[str, ...]  # "Kind name"
     kept: tuple[str, ...]  # differ from their unchanged files
+    deleted: tuple[str, ...]  # gone from the site, while their files are unchanged
 
 
 def to_object(document: Located, generation: int = 0) -> admin.Object:
@@ -32,21 +34,24 @@ def to_object(document: Located, generation: int = 0) -> admin.Object:
 
 
 def reconcile(client: SiteClient, home: Home, documents: Sequence[Located]) -> Reconciled:
-    stored = {(item.kind, item.name): json.loads(item.manifest_json) for item in client.get().objects}
-    applied = _read_applied(home)
-    to_write, kept = [], []
+    answer = client.get()
+    stored = {(item.kind, item.name): json.loads(item.manifest_json) for item in answer.objects}
+    applied = _read_applied(home) if answer.revision else {}
+    to_write, kept, deleted = [], [], []
     for document in documents:
         current = stored.get(document.key)
-        if current is None or applied.get(_name(document)) != _digest(document.plain):
+        if applied.get(_name(document)) != _digest(document.plain):
             if current is None or not same(current, document):
                 to_write.append(document)
+        elif current is None:
+            deleted.append(_name(document))
         elif not same(current, document):
             kept.append(_name(document))
     if to_write:
         client.apply([to_object(document) for document in to_write])
     content = {**applied, **{_name(document): _digest(document.plain) for document in documents}}
     write_private(home.applied_file, msgspec.json.encode(content))
-    return Reconciled(tuple(_name(document) for document in to_write), tuple(kept))
+    return Reconciled(tuple(_name(document) for document in to_write), tuple(kept), tuple(deleted))
 
 
 def same(stored: dict[str, Any], document: Located) -> bool:

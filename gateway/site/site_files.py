@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -22,6 +22,7 @@ class SiteFiles:
     name: str
     spec: SiteSpec
     documents: tuple[Located, ...]  # desired objects, in the order they are applied
+    given: frozenset[str] = frozenset()  # fields of spec.listen that the command line gave, not site.yaml
 
     @property
     def is_loopback(self) -> bool:
@@ -38,6 +39,11 @@ class SiteFiles:
     def default_route(self) -> str | None:
         """The first route of the directory: where `yard up` sends its canary prompt."""
         return next((document.manifest.name for document in self.documents if document.manifest.kind == "Route"), None)
+
+    def without(self, objects: Collection[str]) -> SiteFiles:
+        """`objects`: each as `Kind name`."""
+        left = tuple(document for document in self.documents if " ".join(document.key) not in objects)
+        return replace(self, documents=left)
 
     def replicas(self) -> dict[str, int]:
         """Model -> worker groups that must be ready."""
@@ -69,4 +75,4 @@ def read_site(directory: Path, listen: Mapping[str, object], redis: str | None, 
     spec = spec.model_copy(update={"listen": changed, "redis": redis or spec.redis, "gateways": gateways or spec.gateways})
     order = {kind: index for index, kind in enumerate(DESIRED_KINDS)}
     desired = sorted((d for d in documents if d.manifest.kind in order), key=lambda d: order[d.manifest.kind])
-    return SiteFiles(directory.resolve(), sites[0].manifest.name, spec, tuple(desired))
+    return SiteFiles(directory.resolve(), sites[0].manifest.name, spec, tuple(desired), frozenset(given))

@@ -57,6 +57,7 @@ class Up:
     canary: Canary | None
     was_running: bool
     kept: tuple[str, ...]  # objects that differ from their files because ops changed them since
+    deleted: tuple[str, ...]  # objects of unchanged files that ops deleted since
 
 
 def up(home: Home, site: SiteFiles, board: Board, *, ray_address: str | None, wait_s: float) -> Up:
@@ -243,10 +244,11 @@ class _Start:
         with self._board.step("desired state") as step:
             reconciled = desired.reconcile(client, self._home, self._site.documents)
             step.note = f"{', '.join(reconciled.written)} written" if reconciled.written else "as it was"
+        self._site = self._site.without(reconciled.deleted)
         self._wait_for_models(client)
         canary = ask_canary(client, self._site.default_route, self._board)
         self._change_state(phase="running")
-        return Up(self.state, canary, was_running=False, kept=reconciled.kept)
+        return Up(self.state, canary, was_running=False, kept=reconciled.kept, deleted=reconciled.deleted)
 
     def _wait_for_models(self, client: SiteClient) -> None:
         from gateway.site import deployment
@@ -330,16 +332,12 @@ def _verify(home: Home, found: state.SiteState, site: SiteFiles, board: Board, w
             f"site {found.site} ({found.site_dir}) runs in this home; take it down with `yard down`, "
             "or set MODELYARD_HOME to run a second site beside it"
         )
-    running = (found.grpc_port, found.http_port, found.dashboard_port)
-    if any(asked and asked != port for asked, port in zip(_ports(site), running, strict=True)):
-        raise invalid(
-            f"site {found.site} runs with gRPC, HTTP and dashboard on ports {', '.join(map(str, running))}; "
-            "other ports need `yard down` first"
-        )
+    refuse_other_ports(found, site)
     with SiteClient(found.grpc_address, home.secrets().site, tls=found.tls) as client:
         with board.step("desired state") as step:
             reconciled = desired.reconcile(client, home, site.documents)
             step.note = f"{', '.join(reconciled.written)} written" if reconciled.written else "as it was"
+        site = site.without(reconciled.deleted)
         deadline = time.monotonic() + wait_s
         while not (judged := readiness.judge(client.status(), site.pools(), site.replicas())).is_ready:
             show(board, judged)
@@ -347,7 +345,25 @@ def _verify(home: Home, found: state.SiteState, site: SiteFiles, board: Board, w
                 raise YardError(ErrorCode.UNAVAILABLE, f"the site runs but does not serve all: {judged.missing}")
             time.sleep(_POLL_S)
         show(board, judged)
-        return Up(found, ask_canary(client, site.default_route, board), was_running=True, kept=reconciled.kept)
+        return Up(
+            found,
+            ask_canary(client, site.default_route, board),
+            was_running=True,
+            kept=reconciled.kept,
+            deleted=reconciled.deleted,
+        )
+
+
+def refuse_other_ports(found: state.SiteState, site: SiteFiles) -> None:
+    """YardError(INVALID) when the command line asks for other ports than the site runs with. Those of site.yaml do not ask: the
+    site may have been started with others on the command line."""
+    running = {name: getattr(found, name) for name in ("grpc_port", "http_port", "dashboard_port")}
+    asked = {name: getattr(site.spec.listen, name) for name in running if name in site.given}
+    if any(port and port != running[name] for name, port in asked.items()):
+        raise invalid(
+            f"site {found.site} runs with gRPC, HTTP and dashboard on ports {', '.join(map(str, running.values()))}; "
+            "other ports need `yard down` first"
+        )
 
 
 def _answers(client: SiteClient) -> bool:
