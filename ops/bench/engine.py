@@ -35,6 +35,7 @@ from gateway.api.checkpoint import Checkpoint, open_checkpoint
 from workers.comm.single import SingleComm
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.gguf_convert import converted
+from workers.engines.torch.shard import TorchShard
 from workers.engines.torch.weights import SafetensorsSource
 from workers.memory.arena import HostArena
 from workers.messages import LoadShard, NewSequence, Sampling, SequenceStep, Step
@@ -62,7 +63,9 @@ class Modelyard:
         spec = {"source": source, "precision": precision}
         command = LoadShard(1, 1, "bench", json.dumps(spec), (0,), 1, 1, BLOCK_TOKENS, 1024, 1024, {})
         self._engine = TorchEngine(cache)
-        self._shard = self._engine.load(command, 0, HostArena(8 * 2**30), SingleComm(), lambda _f, _w: None)
+        shard = self._engine.load(command, 0, HostArena(8 * 2**30), SingleComm(), lambda _f, _w: None)
+        assert isinstance(shard, TorchShard)
+        self._shard = shard
         self.held = self._shard.held()
         self._step = 0
         self._sequence = 0

@@ -27,6 +27,7 @@ _PASSED = (
     "CUDA_HOME",
     "HF_HOME",
     "HF_HUB_OFFLINE",
+    "MODELYARD_RUN",  # the mark by which `yard down` finds what a site started
 )
 _PASSED_TO_RAY = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER")
 

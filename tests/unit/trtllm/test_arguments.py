@@ -18,6 +18,7 @@ from gateway.api.config import EngineSpec
 from gateway.api.errors import YardError
 from gateway.api.trtllm.arguments import Demand, arguments, graph_sizes, problems
 from gateway.api.trtllm.features import Features, park_method
+from gateway.site.home import RUN_VARIABLE
 from workers.driver.engine_launch import boot_command, environment, server_command
 from workers.engines.trtllm.messages import Generate
 from workers.engines.trtllm.model import Model
@@ -185,3 +186,4 @@ def test_nothing_of_the_site_leaks_into_the_environment() -> None:
     assert made["NCCL_DEBUG"] == "WARN"
     assert not {"MODELYARD_RANK_SECRET", "PYTHONPATH", "RAY_AUTH_TOKEN_PATH"} & made.keys()
     assert environment(settings(), site, [0], ray_address="h:1")["RAY_AUTH_TOKEN_PATH"] == "/t"
+    assert environment(settings(), {RUN_VARIABLE: "/r"}, [0])[RUN_VARIABLE] == "/r", "`yard down` would not find it"
