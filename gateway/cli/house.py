@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from gateway.api.errors import ErrorCode, YardError
 from gateway.cli.exit_codes import NOT_READY
 from gateway.cli.options import Output, OutputOption, ServerOption, connect
 
@@ -97,13 +98,15 @@ def down() -> None:
     """Stop the site on this machine: drain, then end every process. What is desired stays for the next `yard up`."""
     from gateway.site.board import Board
     from gateway.site.down import down as stop
-    from gateway.site.home import Home
+    from gateway.site.home import Home, write_private
 
     home = Home.from_environment()
     stopped = None
     if home.state_file.exists():
         with home.held("stop it with Ctrl-C, or try again"), Board() as board:
             stopped = stop(home, board)
+        if stopped is not None:
+            write_private(home.last_site_file, stopped.site.encode())
     typer.echo(f"site {stopped.site} is down" if stopped else "nothing was running")
 
 
@@ -131,14 +134,31 @@ def status(server: ServerOption = None, output: OutputOption = Output.table) -> 
     from gateway.cli import printing
     from gateway.site.summary import summarize
 
-    with connect(server) as client:
-        summary = summarize(client.status())
+    try:
+        with connect(server) as client:
+            summary = summarize(client.status())
+    except YardError as error:
+        name = _stopped_site() if server is None and error.code is ErrorCode.UNAVAILABLE else ""
+        if not name:
+            raise
+        raise YardError(error.code, f"site {name} is down; start it with `yard up`") from error
     if output is Output.table:
         typer.echo(summary.line)
     else:
         printing.document({"ready": summary.is_ready, "problems": list(summary.problems), "summary": summary.line}, output)
     if not summary.is_ready:
         raise typer.Exit(NOT_READY)
+
+
+def _stopped_site() -> str:
+    """The site that `yard down` stopped last in this home, where none runs; else empty."""
+    from gateway.site import state
+    from gateway.site.home import Home
+
+    home = Home.from_environment()
+    if state.load(home) is not None or not home.last_site_file.exists():
+        return ""
+    return home.last_site_file.read_text(encoding="utf-8", errors="replace").strip()
 
 
 def version(output: OutputOption = Output.table) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from dataclasses import replace
 from pathlib import Path
 
+from gateway.api.load_key import load_key
 from gateway.api.proto.admin_pb2 import Placement
 from gateway.api.records import DesiredObject, PoolRecord
 from gateway.controller.decision import decide
@@ -45,7 +46,8 @@ class Planner:
         sights = _sights(site, pools)
         decision = decide(desired, Observed(pools=sights, apps=apps), Placed(groups=placed))
         generations = {name: entry.generation for name, entry in site.models.items()}
-        rows = _placements(decision, generations, pools, closing)
+        reloading = {name for name in old.models.keys() & site.models.keys() if _reloads(old, site, name)}
+        rows = _placements(decision, generations, pools, closing, reloading)
         if closing:
             left = tuple(group for group in decision.groups if group.pool not in closing)
             back = {name: future_pool(name, specs[name], pools[name]) for name in closing}
@@ -53,7 +55,7 @@ class Planner:
             again = decide(desired, Observed(pools=sights), Placed(groups=left))
             gone = [row for row in rows if row.action != "none" and not (row.action == "keep" and row.pool in closing)]
             seen = {_place(row) for row in gone if row.action != "unload"}
-            came = _placements(again, generations, {**pools, **back}, closing)
+            came = _placements(again, generations, {**pools, **back}, closing, reloading)
             rows = gone + [row for row in came if _place(row) not in seen]
         return await with_engine_notes(rows, site.models, pools, self._cache_dir)
 
@@ -82,13 +84,17 @@ class Planner:
         return site, Desired(as_placed(models, placed or ()), site.desired_pools)
 
 
+def _reloads(before: SiteView, after: SiteView, model: str) -> bool:
+    return load_key(before.models[model].spec) != load_key(after.models[model].spec)
+
+
 def _sights(site: SiteView, pools: dict[str, PoolRecord]) -> dict[str, PoolSight]:
     coming = {name: future_pool(name, entry.spec) for name, entry in site.desired_pools.items() if name not in pools}
     return {name: PoolSight(record) for name, record in {**pools, **coming}.items()}
 
 
 def _placements(
-    decision: Decision, generations: dict[str, int], pools: dict[str, PoolRecord], closing: dict[str, str]
+    decision: Decision, generations: dict[str, int], pools: dict[str, PoolRecord], closing: dict[str, str], reloading: set[str]
 ) -> list[Placement]:
     loaded = {(group.model, group.generation) for pool in pools.values() for group in pool.groups}
     parked = {
@@ -100,9 +106,9 @@ def _placements(
         known = any(model == change.group.model for model, _ in loaded)
         changed = known and (change.group.model, generations.get(change.group.model)) not in loaded
         reasons = [note.message for note in decision.plan.notes.get(change.group.model, ())]
-        if change.action == "keep" and changed:
+        if change.action == "keep" and changed and change.group.model in reloading:
             reasons.insert(
-                0, "its specification changes; what cannot change in place is loaded beside it, then the old one drains"
+                0, "its specification changes, and not in place: the new one is loaded beside it, then the old one drains"
             )
         if change.before is not None:
             reasons.insert(0, f"from rank {', '.join(map(str, change.before.ranks))} of pool `{change.before.pool}`")

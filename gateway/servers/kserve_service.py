@@ -87,7 +87,7 @@ class KserveService(GRPCInferenceServiceServicer):
     def _models(self, name: str) -> list[str]:
         route: RouteEntry | None = self._path.view.resolve(name)
         if route is None:
-            known = ", ".join(f"`{entry.name}`" for entry in route_table.names(self._path.view)[:8])
+            known = ", ".join(f"`{known}`" for known, _ in route_table.listed(self._path.view, lambda *_: True)[:8])
             raise not_found(f"there is no model or route `{shortened(name)}`; there are {known or 'none'}")
         return [model for model, weight in route.targets if weight > 0 and model in self._path.view.models]
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.api.errors import ErrorCode, YardError
 from gateway.api.manifest import Located
 from gateway.api.proto import admin_pb2 as admin
 from gateway.site.client import SiteClient
@@ -73,3 +74,9 @@ def _read_applied(home: Home) -> dict[str, str]:
         return msgspec.json.decode(home.applied_file.read_bytes(), type=dict[str, str])
     except FileNotFoundError:
         return {}
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise YardError(
+            ErrorCode.INTERNAL,
+            f"{home.applied_file} cannot be read ({error}); remove it: `yard up` then writes all objects of the site directory, "
+            "over what was changed on the running site",
+        ) from error

@@ -54,6 +54,11 @@ class Home:
         return self.path / "applied.json"
 
     @property
+    def last_site_file(self) -> Path:
+        """Name of the site that `yard down` stopped last."""
+        return self.path / "last_site"
+
+    @property
     def valkey_dir(self) -> Path:
         return self.path / "valkey"
 
@@ -133,7 +138,14 @@ class Home:
             write_private(self.ray_token_file, secrets.token_hex(32).encode())
         if not file.exists():
             write_private(file, msgspec.json.encode(Secrets(site=secrets.token_urlsafe(32), valkey=secrets.token_urlsafe(32))))
-        return msgspec.json.decode(file.read_bytes(), type=Secrets)
+        try:
+            return msgspec.json.decode(file.read_bytes(), type=Secrets)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise YardError(
+                ErrorCode.INTERNAL,
+                f"{file} cannot be read ({error}); put it back from a copy, or remove it: then `yard down` and `yard up` go on "
+                "with a new one",
+            ) from error
 
 
 def write_private(file: Path, content: bytes) -> None:

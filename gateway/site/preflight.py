@@ -54,7 +54,7 @@ def holder(port: int) -> str:
         for connection in psutil.net_connections("tcp"):
             if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr[1] == port and connection.pid:
                 process = psutil.Process(connection.pid)
-                command = " ".join(process.cmdline())
+                command = " ".join(" ".join(process.cmdline()).split())
                 return f"{process.name()} (pid {connection.pid}: {command[:80]}{'…' if len(command) > 80 else ''})"
     except psutil.Error:
         return "a process that this user may not look into"

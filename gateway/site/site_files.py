@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from gateway.api.config import DESIRED_KINDS, ListenSpec, ModelSpec, PoolSpec, SiteSpec
+from gateway.api.config import DESIRED_KINDS, ModelSpec, PoolSpec, SiteSpec
 from gateway.api.errors import invalid
 from gateway.api.manifest import Located, read
 from gateway.api.runtime import TlsFiles
@@ -57,6 +57,18 @@ class SiteFiles:
         return {d.manifest.name: d.manifest.spec for d in self.documents if isinstance(d.manifest.spec, PoolSpec)}
 
 
+def _explained(error: ValidationError) -> str:
+    """`--grpc-port: 99999 is above 65535`: only what the command line gave can be wrong here."""
+    first = error.errors(include_url=False)[0]
+    option, context = f"--{str(first['loc'][-1]).replace('_', '-')}", first.get("ctx", {})
+    match first["type"]:
+        case "less_than_equal":
+            return f"{option}: {first['input']} is above {context['le']}"
+        case "greater_than_equal":
+            return f"{option}: {first['input']} is below {context['ge']}"
+    return f"{option}: {first['input']!r}: {first['msg']}"
+
+
 def read_site(directory: Path, listen: Mapping[str, object], redis: str | None, gateways: int | None = None) -> SiteFiles:
     """`listen`, `redis` and `gateways` override site.yaml where they are given. YardError says what is wrong and where."""
     if not directory.is_dir():
@@ -67,12 +79,11 @@ def read_site(directory: Path, listen: Mapping[str, object], redis: str | None, 
         raise invalid(f"{directory}: a site directory holds exactly one document of kind Site, this one {len(sites)}")
     spec: SiteSpec = sites[0].manifest.spec
     given = {name: value for name, value in listen.items() if value is not None}
+    whole = {**spec.model_dump(), "redis": redis or spec.redis, "gateways": spec.gateways if gateways is None else gateways}
     try:
-        changed = ListenSpec.model_validate({**spec.listen.model_dump(), **given})
+        spec = SiteSpec.model_validate({**whole, "listen": {**spec.listen.model_dump(), **given}})
     except ValidationError as error:
-        first = error.errors()[0]
-        raise invalid(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from error
-    spec = spec.model_copy(update={"listen": changed, "redis": redis or spec.redis, "gateways": gateways or spec.gateways})
+        raise invalid(_explained(error)) from error
     order = {kind: index for index, kind in enumerate(DESIRED_KINDS)}
     desired = sorted((d for d in documents if d.manifest.kind in order), key=lambda d: order[d.manifest.kind])
     return SiteFiles(directory.resolve(), sites[0].manifest.name, spec, tuple(desired), frozenset(given))

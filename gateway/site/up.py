@@ -304,7 +304,7 @@ def show(board: Board, judged: readiness.Readiness) -> None:
 
 
 def ask_canary(client: SiteClient, route: str | None, board: Board) -> Canary | None:
-    """A real prompt through the gateway. None where the site has no route."""
+    """A real prompt through the gateway. None where the site has no route, or asks for a key."""
     if route is None:
         return None
     with board.step("canary", f"asking {route}: {CANARY_PROMPT}") as step:
@@ -315,7 +315,14 @@ def ask_canary(client: SiteClient, route: str | None, board: Board) -> Canary | 
             max_tokens=16,
             sampling=inference.Sampling(temperature=0.0),
         )
-        answer = client.chat(request, _CANARY_TIMEOUT_S)
+        try:
+            answer = client.chat(request, _CANARY_TIMEOUT_S)
+        except YardError as error:
+            if error.code is not ErrorCode.UNAUTHENTICATED:
+                raise
+            # Each model has answered its own canary before it serves; this one would only show the way through the gateway.
+            step.note = f'not asked, because requests need an API key here; try `yard run {route} --api-key KEY "Hello"`'
+            return None
         text = answer.choices[0].text.strip() if answer.choices else ""
         if not text:
             raise YardError(

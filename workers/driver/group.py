@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from gateway.api.config import ModelSpec
+from gateway.api.load_key import load_key
 from workers.driver.batching import Batcher, StepPlan
 from workers.driver.effects import ModelFacts
 from workers.driver.residency import State
@@ -19,28 +20,6 @@ from workers.messages import HeldShard
 MAX_ATTEMPTS = 5
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 30.0
-
-# What changes in place; everything else of a spec needs another load.
-_IN_PLACE = {
-    "canary",
-    "load",
-    "slo",
-    "pools",
-    "priority",
-    "replicas",
-    "residency",
-    "keep_warm_s",
-    "idle_park_s",
-    "idle_unload_s",
-    "chat_template",
-}
-
-
-def load_key(spec: ModelSpec) -> str:
-    """Equal for two specs of which one can become the other without loading."""
-    plain = spec.model_dump(mode="json", exclude=_IN_PLACE)
-    plain["limits"] = {key: value for key, value in plain["limits"].items() if key != "queue"}
-    return repr(sorted(plain.items()))
 
 
 @dataclass(frozen=True)

@@ -172,8 +172,14 @@ def test_command_line_overrides_the_site_file():
 
 
 def test_a_wrong_override_names_its_option():
-    with pytest.raises(YardError, match="--grpc-port"):
-        read_site(DEFAULT_SITE, {"grpc_port": 70000}, None)
+    for given, gateways, message in (
+        ({"grpc_port": 99999}, None, "--grpc-port: 99999 is above 65535"),
+        ({"http_port": -1}, None, "--http-port: -1 is below 0"),
+        ({}, 100000, "--gateways: 100000 is above 64"),
+    ):
+        with pytest.raises(YardError) as caught:
+            read_site(DEFAULT_SITE, given, None, gateways)
+        assert caught.value.message == message
 
 
 def test_aliases_that_mean_billions_of_values_are_refused_at_once() -> None:

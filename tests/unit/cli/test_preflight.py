@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -123,3 +124,16 @@ def test_two_commands_do_not_start_or_stop_one_site_at_once(tmp_path: Path) -> N
         raise AssertionError("both hold it")
     with home.held("try again"):
         pass
+
+
+def test_the_holder_of_a_port_is_told_in_one_short_line() -> None:
+    lines = ["import socket, sys", "taken = socket.create_server(('127.0.0.1', 0))"]
+    lines += ["print(taken.getsockname()[1], flush=True)", "sys.stdin.read()"]
+    command = [sys.executable, "-c", "\n".join(lines)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        told = preflight.holder(int(process.stdout.readline()))
+        process.communicate("")
+    assert f"pid {process.pid}" in told
+    assert "\n" not in told
+    assert len(told.partition(": ")[2]) <= 82

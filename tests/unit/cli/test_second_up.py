@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from gateway.api.errors import YardError
+from gateway.api.errors import ErrorCode, YardError
 from gateway.api.manifest import read_text
 from gateway.api.proto import admin_pb2 as pb
+from gateway.cli import options
+from gateway.cli.main import app
 from gateway.site import desired
+from gateway.site.board import Board
 from gateway.site.home import Home
 from gateway.site.processes import Mark
 from gateway.site.site_files import DEFAULT_SITE, read_site
 from gateway.site.state import SiteState
-from gateway.site.up import refuse_other_ports
+from gateway.site.up import ask_canary, refuse_other_ports
 
 FILE = """
 apiVersion: modelyard/v1
@@ -80,3 +85,38 @@ def test_only_ports_of_the_command_line_are_asked_for(given: dict[str, int], ref
             refuse_other_ports(running, site)
     else:
         refuse_other_ports(running, site)
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"site": 3}', "[]"])
+def test_a_damaged_file_of_the_home_is_named_with_the_fix(tmp_path: Path, content: str) -> None:
+    home = Home(tmp_path)
+    (tmp_path / "secrets.json").write_text(content)
+    with pytest.raises(YardError, match=r"secrets\.json cannot be read.*remove it"):
+        home.secrets()
+    home.applied_file.write_text(content)
+    store = Store()
+    store.revision = 1
+    with pytest.raises(YardError, match=r"applied\.json cannot be read.*remove it"):
+        desired.reconcile(store, home, [])  # type: ignore[arg-type]
+
+
+def test_status_of_a_stopped_site_says_that_it_is_down(tmp_path: Path) -> None:
+    Home(tmp_path).last_site_file.write_text("quick")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "DEFAULT_SERVER", f"127.0.0.1:{port}")
+        result = CliRunner().invoke(app, ["status"], env={"MODELYARD_HOME": str(tmp_path), "MODELYARD_SERVER": ""})
+    assert isinstance(result.exception, YardError)
+    assert result.exception.message == "site quick is down; start it with `yard up`"
+
+
+def test_a_site_that_needs_keys_comes_up_without_one() -> None:
+    """Else the first tenant with keys would be the last thing that its ops can do."""
+
+    class Closed:
+        def chat(self, request: object, timeout_s: float) -> None:
+            raise YardError(ErrorCode.UNAUTHENTICATED, "this site asks for an API key")
+
+    with Board() as board:
+        assert ask_canary(Closed(), "chat", board) is None  # type: ignore[arg-type]

@@ -157,3 +157,14 @@ async def test_models_of_a_pool_that_starts_anew_move_where_there_is_room(tmp_pa
     placed = (PlacedGroup("m", "p", (0,), 1, 1, (1,)),)
     plan = await Planner(tmp_path).plan(before, changed(before, pool("p", memory="1GiB")), running, placed)
     assert rows(plan) == [("m", "q", [0], "move")]
+
+
+async def test_a_change_in_place_is_not_said_to_load_anything(tmp_path: Path, checkpoint: str) -> None:
+    one = {"source": checkpoint, "tensor_parallel": 1, "pipeline_parallel": 1}
+    before = snapshot(pool("p"), model("m", **one))
+    held = record(GroupRecord("m", 1, 1, (0,), 1, 1, "ready"))
+    placed = (PlacedGroup("m", "p", (0,), 1, 1, (1,)),)
+    (row,) = await Planner(tmp_path).plan(before, changed(before, model("m", **one, priority=5)), held, placed)
+    assert (row.action, list(row.reasons)) == ("keep", [])
+    (row,) = await Planner(tmp_path).plan(before, changed(before, model("m", **one, context=64)), held, placed)
+    assert "loaded beside it" in row.reasons[0]
