@@ -73,6 +73,8 @@ def _print_addresses(result: Up) -> None:
         typer.echo(
             f"  kept as ops left it: {name} differs from its file in {state.site_dir} (`yard apply -f` goes back to the file)"
         )
+    for note in result.notes:
+        typer.echo(f"  {note}")
     for name in result.deleted:
         typer.echo(
             f"  kept deleted: {name} is in {state.site_dir}, and was deleted on the running site (`yard apply -f` brings it back)"

@@ -27,6 +27,7 @@ class Reconciled:
     written: tuple[str, ...]  # "Kind name"
     kept: tuple[str, ...]  # differ from their unchanged files
     deleted: tuple[str, ...]  # gone from the site, while their files are unchanged
+    notes: tuple[str, ...] = ()  # what follows from what was written, e.g. that a pool starts anew
 
 
 def to_object(document: Located, generation: int = 0) -> admin.Object:
@@ -48,11 +49,13 @@ def reconcile(client: SiteClient, home: Home, documents: Sequence[Located]) -> R
             deleted.append(_name(document))
         elif not same(current, document):
             kept.append(_name(document))
+    notes: list[str] = []
     if to_write:
-        client.apply([to_object(document) for document in to_write])
+        changes = client.apply([to_object(document) for document in to_write]).changes
+        notes = [f"{change.kind} {change.name}: {note}" for change in changes for note in change.notes]
     content = {**applied, **{_name(document): _digest(document.plain) for document in documents}}
     write_private(home.applied_file, msgspec.json.encode(content))
-    return Reconciled(tuple(_name(document) for document in to_write), tuple(kept), tuple(deleted))
+    return Reconciled(tuple(_name(document) for document in to_write), tuple(kept), tuple(deleted), tuple(notes))
 
 
 def same(stored: dict[str, Any], document: Located) -> bool:

@@ -58,6 +58,7 @@ class Up:
     was_running: bool
     kept: tuple[str, ...]  # objects that differ from their files because ops changed them since
     deleted: tuple[str, ...]  # objects of unchanged files that ops deleted since
+    notes: tuple[str, ...]  # what follows from the objects that were written
 
 
 def up(home: Home, site: SiteFiles, board: Board, *, ray_address: str | None, wait_s: float) -> Up:
@@ -248,7 +249,7 @@ class _Start:
         self._wait_for_models(client)
         canary = ask_canary(client, self._site.default_route, self._board)
         self._change_state(phase="running")
-        return Up(self.state, canary, was_running=False, kept=reconciled.kept, deleted=reconciled.deleted)
+        return Up(self.state, canary, was_running=False, kept=reconciled.kept, deleted=reconciled.deleted, notes=reconciled.notes)
 
     def _wait_for_models(self, client: SiteClient) -> None:
         from gateway.site import deployment
@@ -358,6 +359,7 @@ def _verify(home: Home, found: state.SiteState, site: SiteFiles, board: Board, w
             was_running=True,
             kept=reconciled.kept,
             deleted=reconciled.deleted,
+            notes=reconciled.notes,
         )
 
 

@@ -42,7 +42,8 @@ class Store:
     def apply(self, objects: list[pb.Object]) -> pb.ApplyResponse:
         self.revision += 1
         self.objects |= {item.name: item for item in objects}
-        return pb.ApplyResponse(revision=self.revision)
+        changes = [pb.Change(kind=item.kind, name=item.name, notes=["it restarts"]) for item in objects]
+        return pb.ApplyResponse(revision=self.revision, changes=changes)
 
 
 def test_what_ops_deleted_stays_deleted_until_its_file_changes(tmp_path: Path) -> None:
@@ -54,7 +55,8 @@ def test_what_ops_deleted_stays_deleted_until_its_file_changes(tmp_path: Path) -
         again = desired.reconcile(store, home, files)  # type: ignore[arg-type]
         assert (again.written, again.kept, again.deleted) == ((), (), ("Model n",))
     files[1] = read_text(FILE.replace("NAME", "n").replace("x}", "y}"), "site")[0]
-    assert desired.reconcile(store, home, files).written == ("Model n",)  # type: ignore[arg-type]
+    last = desired.reconcile(store, home, files)  # type: ignore[arg-type]
+    assert (last.written, last.notes) == (("Model n",), ("Model n: it restarts",))
     assert desired.reconcile(Store(), home, files).written == ("Model m", "Model n"), "a new store gets all"  # type: ignore[arg-type]
 
 
