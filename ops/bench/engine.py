@@ -211,9 +211,8 @@ class Served:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        environment = dict(os.environ)
-        if name == "modelyard":
-            environment["OMP_WAIT_POLICY"] = "passive"  # as ranks are started
+        # OpenMP's own settings for all: that is also how the one rank of a pool is started.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
         command = [sys.executable, __file__, *sys.argv[1:], "--serve", name]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
         self.held_bytes: dict[str, int] = self._read()["held_bytes"]

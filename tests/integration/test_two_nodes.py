@@ -26,6 +26,7 @@ LABEL = "modelyard.io/half"
 def cluster() -> Iterator:
     """Ray's own local test cluster: two raylets on this machine that know nothing of each other but the head's address."""
     os.environ.setdefault("RAY_worker_niceness", "0")
+    os.environ["MODELYARD_TORCH_THREADS"] = "1"  # both "machines" are this one
     from ray.cluster_utils import Cluster
 
     node = {"num_cpus": 2, "resources": {"modelyard_pool_mib": 4096}, "object_store_memory": 100 * 2**20}
@@ -34,6 +35,7 @@ def cluster() -> Iterator:
     cluster.wait_for_nodes()
     yield cluster
     cluster.shutdown()
+    del os.environ["MODELYARD_TORCH_THREADS"]
 
 
 @pytest.fixture(scope="module")

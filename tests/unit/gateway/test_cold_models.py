@@ -139,7 +139,7 @@ async def test_500_requests_for_a_cold_model_through_three_gateways_load_it_once
     assert sum(wait is not None for wait in waits) > 50, "who came while it loaded knew how long"
 
 
-async def test_who_cannot_wait_is_refused_at_once_and_wakes_nobody(pool: RealPool, gateways: list[LoneGateway]) -> None:
+async def test_who_cannot_wait_is_refused_at_once_and_brings_it_in(pool: RealPool, gateways: list[LoneGateway]) -> None:
     """Rule 6: a deadline shorter than the estimate; and one that leaves is forgotten."""
     await make_cold(pool, gateways)
     clock = asyncio.get_running_loop().time
@@ -149,9 +149,10 @@ async def test_who_cannot_wait_is_refused_at_once_and_wakes_nobody(pool: RealPoo
     assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "ready in about" in (refused.value.details() or "")
     assert clock() - began < 1.6
-    assert pool.state == "cold"
+    assert pool.state != "cold", "the time that the refusal named would be a lie"
     stream = gateways[1].inference.GenerateStream(request(), timeout=60)
-    assert (await stream.read()).held.estimated_wait_ms > 0
+    first = await stream.read()
+    assert first.held.estimated_wait_ms > 0 or first.choices, "it waits, or the load is over"
     stream.cancel()
     await until(lambda: not pool.driver.loop.core.state.held)
     await pool.until("ready")
