@@ -94,9 +94,15 @@ class PoolDriver(_Replica):
         await self._start(PoolDriverReplica(runtime, pool, spec_json))
 
 
-def gateway_app(runtime: Runtime, replicas: int) -> Application:
-    """`replicas` gateways; those on one node share its ports (SO_REUSEPORT)."""
-    return GatewayReplica.options(num_replicas=replicas).bind(runtime)
+def gateway_app(runtime: Runtime, replicas: int, nodes: int = 1) -> Application:
+    """`replicas` gateways; those on one node share its ports (SO_REUSEPORT).
+
+    On several nodes they are spread, so that no node's death takes all; then an upgrade replaces one after the other.
+    """
+    if nodes == 1:
+        return GatewayReplica.options(num_replicas=replicas).bind(runtime)
+    most = -(-replicas // nodes)
+    return GatewayReplica.options(num_replicas=replicas, max_replicas_per_node=most, max_surge_percent=0).bind(runtime)
 
 
 def controller_app(runtime: Runtime) -> Application:

@@ -66,9 +66,12 @@ def deploy(runtime: Runtime, gateways: int) -> None:
 
 def deploy_gateways(runtime: Runtime, gateways: int) -> None:
     """Over running ones: new ones come up beside them first."""
+    import ray
+
     from gateway import apps
 
-    _run(apps.GATEWAY_APP, apps.gateway_app(runtime, gateways))
+    nodes = sum(node["Alive"] for node in ray.nodes())
+    _run(apps.GATEWAY_APP, apps.gateway_app(runtime, gateways, nodes))
 
 
 def deploy_controller(runtime: Runtime) -> None:

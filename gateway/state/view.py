@@ -93,6 +93,11 @@ class SiteView:
         self._subscribers.append(callback)
         return lambda: self._subscribers.remove(callback)
 
+    @property
+    def synced(self) -> bool:
+        """Whether a first snapshot was applied: before it, nothing can be said of what there is."""
+        return self._synced.is_set()
+
     async def wait_synced(self) -> None:
         """Returns once a first snapshot was applied."""
         await self._synced.wait()

@@ -29,7 +29,8 @@ def tensor(name, datatype, values):
     given.set_data_from_numpy(values)
     return given
 """
-    command = [sys.executable, "-c", prelude + program]
+    # The client's own threads may keep its interpreter from ending.
+    command = [sys.executable, "-c", prelude + program + "import os, sys; sys.stdout.flush(); os._exit(0)"]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert ran.returncode == 0, ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
