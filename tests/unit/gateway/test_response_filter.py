@@ -49,7 +49,7 @@ async def test_words_are_replaced_across_pieces(lone: LoneGateway, pool: Scripte
     answer(lone, pool, "a seCRet and a sect of the hidden thing.se")
     texts, _ = await streamed(lone)
     assert "".join(texts) == "a *** and a sect of the ***.se"
-    assert len(texts) > 5
+    assert len(texts) > 1, "in pieces, however many of them came together"
 
 
 async def test_a_cut_ends_the_answer(lone: LoneGateway, pool: ScriptedPool) -> None:
