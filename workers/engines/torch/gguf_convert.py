@@ -18,7 +18,8 @@ import gguf
 import numpy as np
 from gguf.quants import dequantize
 
-from gateway.api.errors import invalid
+from gateway.api.checkpoint.safetensors_header import read_safetensors_header
+from gateway.api.errors import YardError, invalid
 from workers.engines.torch.gguf_names import DERIVED, LAYOUTS, GgufLayout, hugging_face_name
 from workers.engines.torch.int4 import GROUP
 from workers.engines.torch.weights import CODES, MINIMA, SCALES
@@ -70,12 +71,9 @@ def converted(files: tuple[Path, ...], digest: str, heads: int, kv_heads: int, c
 def _is_whole(file: Path) -> bool:
     """Whether it is as long as its own header says: a disk that was full, or a copy that was cut, is converted again."""
     try:
-        with file.open("rb") as stream:
-            header_bytes = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(header_bytes))
-        data_bytes = max(entry["data_offsets"][1] for entry in header.values() if "data_offsets" in entry)
-        return file.stat().st_size == 8 + header_bytes + data_bytes
-    except (OSError, ValueError, TypeError, AttributeError, MemoryError):
+        ends = [tensor.offset + tensor.bytes for tensor in read_safetensors_header(file)]
+        return file.stat().st_size == max(ends, default=0)
+    except (YardError, OSError):
         return False
 
 
