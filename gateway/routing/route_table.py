@@ -6,11 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.api.config import RouteRuleSpec, RouteSpec
-from gateway.api.errors import not_found, shortened
+from gateway.api.errors import YardError, not_found, shortened, unavailable
 from gateway.routing.ask import Ask
 from gateway.state.view import ModelEntry, RouteEntry, SiteView
 
 SUGGESTED_NAMES = 8
+UNREAD_RETRY_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,11 @@ def resolve(view: SiteView, name: str, *, ready: Callable[[str], bool], ask: Ask
     7. What was chosen and is not ready gives way to a ready target, else to the first ready model of `fallback`; when
        nothing is ready it stays, and the request is held or refused by whoever must bring the model in.
 
-    YardError(NOT_FOUND) names what could have been asked.
+    YardError(NOT_FOUND) names what could have been asked; see `unknown`.
     """
     route = view.resolve(name)
     if route is None:
-        raise not_found(_unknown(view, name))
+        raise unknown(view, name)
     targets = [(model, weight) for model, weight in route.targets if weight > 0 and model in view.models]
     if not targets:
         models = ", ".join(f"`{model}`" for model, _ in route.targets)
@@ -150,10 +151,13 @@ def listed(view: SiteView, may_ask: Callable[[str, str], bool]) -> list[tuple[st
     return [(name, route) for name, route in found if may_ask(name, route.name)]
 
 
-def _unknown(view: SiteView, name: str) -> str:
+def unknown(view: SiteView, name: str) -> YardError:
+    """What to answer about a name that leads nowhere: NOT_FOUND, UNAVAILABLE before the site was read, when nobody knows yet."""
+    if not view.synced:
+        return unavailable("this gateway has just started and has not read the site yet", UNREAD_RETRY_S)
     name = shortened(name)
     known = [known for known, _ in listed(view, lambda *_: True)]
     if not known:
-        return f"no model or route `{name}`: the site has none yet; apply a Model manifest"
+        return not_found(f"no model or route `{name}`: the site has none yet; apply a Model manifest")
     more = ", …" if len(known) > SUGGESTED_NAMES else ""
-    return f"no model or route `{name}`; there are {', '.join(known[:SUGGESTED_NAMES])}{more}"
+    return not_found(f"no model or route `{name}`; there are {', '.join(known[:SUGGESTED_NAMES])}{more}")

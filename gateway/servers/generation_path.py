@@ -43,12 +43,7 @@ class GenerationPath:
         links.on_load = self.gate.pump
 
     def resolve(self, name: str, ask: Ask | None = None, *, avoid: str | None = None) -> route_table.Resolved:
-        """YardError(NOT_FOUND) when nothing has this name, UNAVAILABLE before the site was read.
-
-        `avoid`: a model that has just failed to answer.
-        """
-        if not self.view.synced:
-            raise unavailable("this gateway has just started and has not read the site yet", RETRY_AFTER_S)
+        """YardError as `route_table.unknown` when nothing has this name. `avoid`: a model that has just failed to answer."""
         return route_table.resolve(
             self.view,
             name,

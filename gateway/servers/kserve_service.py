@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import grpc
 
 from gateway.admission.caller import identify
-from gateway.api.errors import YardError, invalid, not_found, shortened
+from gateway.api.errors import YardError, invalid
 from gateway.api.proto import kserve_pb2 as pb
 from gateway.api.proto.kserve_pb2_grpc import GRPCInferenceServiceServicer
 from gateway.routing import route_table
@@ -87,8 +87,7 @@ class KserveService(GRPCInferenceServiceServicer):
     def _models(self, name: str) -> list[str]:
         route: RouteEntry | None = self._path.view.resolve(name)
         if route is None:
-            known = ", ".join(f"`{known}`" for known, _ in route_table.listed(self._path.view, lambda *_: True)[:8])
-            raise not_found(f"there is no model or route `{shortened(name)}`; there are {known or 'none'}")
+            raise route_table.unknown(self._path.view, name)
         return [model for model, weight in route.targets if weight > 0 and model in self._path.view.models]
 
     # ---------------------------------------------------------------- inference
