@@ -17,6 +17,7 @@ import msgspec
 from gateway import drain
 from gateway.admission.quotas import Quotas
 from gateway.api import logs, tracing
+from gateway.api.address import listen_address
 from gateway.api.records import HEARTBEAT_S, HEARTBEAT_TTL_S, GatewayRecord
 from gateway.api.runtime import Runtime
 from gateway.api.tasks import cancelled
@@ -75,7 +76,7 @@ class Gateway:
         self._health = HealthService(self._path, (INFERENCE_NAME, KSERVE_NAME, ADMIN_NAME))
         self.servers = PublicServers(
             run_dir=Path(runtime.run_dir),
-            host=ports.listen_address(runtime.bind_host),
+            host=listen_address(runtime.bind_host),
             grpc_port=runtime.grpc_port,
             http_port=runtime.http_port,
             tls=ServerTls(runtime.tls) if runtime.tls else None,

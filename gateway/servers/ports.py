@@ -19,17 +19,6 @@ from gateway.servers import slow_reader
 _ALL_ADDRESSES = {"0.0.0.0", "::"}
 
 
-def listen_address(bind_host: str) -> str:
-    """`node` is the address by which this node reaches others; anything else is taken as it is."""
-    if bind_host != "node":
-        return bind_host
-    # Connecting a datagram socket sends nothing; it only chooses the outgoing interface. 192.0.2.0/24 is for documentation.
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, contextlib.suppress(OSError):
-        probe.connect(("192.0.2.1", 9))
-        return probe.getsockname()[0]
-    return socket.gethostbyname(socket.gethostname())
-
-
 def is_loopback(host: str) -> bool:
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from gateway.api.address import node_address
 from gateway.api.config import EngineSpec, PoolSpec
 from gateway.api.errors import ErrorCode, YardError, invalid
 from gateway.api.proto import inference_pb2 as inference
@@ -193,7 +193,7 @@ class _Start:
         with self._board.step("Ray") as step:
             address = ray_head.start(
                 self._home,
-                node_address="127.0.0.1" if self._site.is_loopback else _node_address(),
+                node_address="127.0.0.1" if self._site.is_loopback else node_address(),
                 dashboard_port=self.state.dashboard_port,
                 cpus=_cpus(self._site.pools()),
                 pool_mib=_pool_mib(self._site.pools()),
@@ -426,13 +426,3 @@ def _pool_mib(pools: dict[str, PoolSpec]) -> int:
 
     wanted = sum(spec.devices * (spec.memory or 0) for spec in pools.values() if spec.device == "cpu")
     return max(psutil.virtual_memory().total, wanted) >> 20
-
-
-def _node_address() -> str:
-    """The address that other machines reach this one by: that of the interface with the default route."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # documentation address; nothing is sent
-            return probe.getsockname()[0]
-        except OSError:
-            return socket.gethostbyname(socket.gethostname())

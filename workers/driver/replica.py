@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from gateway.api import logs, tracing
+from gateway.api.address import listen_address
 from gateway.api.config import EngineSpec, PoolSpec
 from gateway.api.errors import unavailable
 from gateway.api.records import PoolRecord
 from gateway.api.runtime import Runtime
-from workers.driver.address import listen_address
 from workers.driver.canary import AnswerStore
 from workers.driver.engine_runtime import EngineRuntime
 from workers.driver.engine_seats import EngineSeat, LocalSeat
