@@ -224,10 +224,9 @@ class EncoderShard:
             self._commit({})
             raise
         self._kv_blocks = blocks
-        return _Return(self, self._standby, f"wake-{self._command.model}")
+        return CopyBack(self._standby, f"wake-{self._command.model}", self._woken)
 
-    def awake(self) -> None:
-        """All of it is back."""
+    def _woken(self) -> None:
         self._parked, self._standby, self._awake_bytes = False, None, {}
 
     def _commit(self, sizes: dict[str, int]) -> None:
@@ -238,16 +237,6 @@ class EncoderShard:
         self._standby = None
         self._workspace.close()
         self._weights.close()
-
-
-class _Return(CopyBack):
-    def __init__(self, shard: EncoderShard, copy: HostCopy, name: str) -> None:
-        self._shard = shard
-        super().__init__(copy, name)
-
-    def wait(self, timeout_s: float) -> None:
-        super().wait(timeout_s)
-        self._shard.awake()
 
 
 def _batches(lengths: list[int]) -> list[list[int]]:

@@ -181,10 +181,9 @@ class TorchShard:
             self._workspace.region.commit(0)
             self._weights.region.commit(0)
             raise
-        return _Return(self, self._standby, f"wake-{self._command.model}")
+        return CopyBack(self._standby, f"wake-{self._command.model}", self._woken)
 
-    def awake(self) -> None:
-        """All of it is back."""
+    def _woken(self) -> None:
         self._parked, self._standby, self._awake_bytes = False, None, {}
 
     def close(self) -> None:
@@ -192,13 +191,3 @@ class TorchShard:
         self._kv.close()
         self._workspace.close()
         self._weights.close()
-
-
-class _Return(CopyBack):
-    def __init__(self, shard: TorchShard, copy: HostCopy, name: str) -> None:
-        self._shard = shard
-        super().__init__(copy, name)
-
-    def wait(self, timeout_s: float) -> None:
-        super().wait(timeout_s)
-        self._shard.awake()

@@ -8,6 +8,7 @@ serves is in memory once.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 
@@ -35,11 +36,12 @@ class HostCopy:
 
 
 class CopyBack(threading.Thread):
-    """A wake under way."""
+    """A wake under way. `awake` is called by who waits for it, once all of it is back."""
 
-    def __init__(self, copy: HostCopy, name: str) -> None:
+    def __init__(self, copy: HostCopy, name: str, awake: Callable[[], None]) -> None:
         super().__init__(name=name, daemon=True)
         self._copy = copy
+        self._awake = awake
         self._error: BaseException | None = None
         self.start()
 
@@ -55,6 +57,7 @@ class CopyBack(threading.Thread):
             raise TimeoutError(f"{self.name}: the weights are not back after {timeout_s:.0f} s")
         if self._error is not None:
             raise self._error
+        self._awake()
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
