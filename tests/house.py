@@ -15,7 +15,7 @@ import grpc
 import psutil
 
 from gateway.api.errors import YardError
-from gateway.api.grpc_options import CLIENT_OPTIONS
+from gateway.api.grpc_options import CLIENT_OPTIONS, RETRY_OPTION
 from gateway.api.proto.inference_pb2_grpc import InferenceStub
 from gateway.api.records import GroupRecord, SiteStatus
 from gateway.site import state
@@ -74,7 +74,7 @@ class House:
         return [group for pool in self.status().pools for group in pool.groups if group.model == model]
 
     def inference(self) -> tuple[grpc.Channel, InferenceStub]:
-        channel = grpc.insecure_channel(self.grpc_address, options=CLIENT_OPTIONS)
+        channel = grpc.insecure_channel(self.grpc_address, options=[*CLIENT_OPTIONS, RETRY_OPTION])
         return channel, InferenceStub(channel)
 
     def wait_until(self, what: str, condition: Callable[[SiteStatus], bool], timeout_s: float = 60) -> float:

@@ -7,6 +7,8 @@ so servers allow more than our clients do.
 
 from __future__ import annotations
 
+import json
+
 MAX_MESSAGE_BYTES = 32 * 2**20
 MAX_HEADER_BYTES = 64 * 2**10
 KEEPALIVE_TIME_MS = 10_000
@@ -27,6 +29,28 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 ]
+
+# For clients of a gateway. A call that reaches a server in the moment it closes is ended by gRPC's core as CANCELLED, before
+# anything of it ran: repeated, it goes to another gateway.
+RETRY_OPTION: tuple[str, str] = (
+    "grpc.service_config",
+    json.dumps(
+        {
+            "methodConfig": [
+                {
+                    "name": [{}],
+                    "retryPolicy": {
+                        "maxAttempts": 4,
+                        "initialBackoff": "0.05s",
+                        "maxBackoff": "1s",
+                        "backoffMultiplier": 2,
+                        "retryableStatusCodes": ["CANCELLED"],
+                    },
+                }
+            ]
+        }
+    ),
+)
 
 
 def server_options(message_bytes: int = MAX_MESSAGE_BYTES, header_bytes: int = MAX_HEADER_BYTES) -> list[tuple[str, int]]:

@@ -103,7 +103,7 @@ class LinkSet:
     async def close(self) -> None:
         await cancelled([self._watch])
         links = [*self._links.values(), *self._retired]
-        self._links, self._retired = {}, []
+        self._links, self._retired, self._held_at = {}, [], {}
         await asyncio.gather(*(link.close("the gateway stops") for link in links))
 
     def _retire(self, pool: str, reason: str) -> None:

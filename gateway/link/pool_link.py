@@ -69,6 +69,7 @@ class PoolLink:
         self._secret = secret
         self._on_change = on_change
         self._on_load = on_load
+        self.updates = 0  # heartbeats taken over
         self._states: dict[str, Counter[str]] = {}
         self._ranks_alive = True
         self.load = PoolLoad()
@@ -89,6 +90,7 @@ class PoolLink:
 
     def update(self, record: PoolRecord) -> None:
         """Takes over a newer heartbeat of the same incarnation."""
+        self.updates += 1
         states: dict[str, Counter[str]] = {}
         for group in record.groups:
             states.setdefault(group.model, Counter())[group.state] += 1

@@ -49,6 +49,8 @@ log = logging.getLogger(__name__)
 ANNOUNCE_S = 1.0
 # Below Serve's graceful_shutdown_timeout_s of the deployment.
 DRAIN_S = 25.0
+# Before the servers end what still runs by cancelling it, requests are told why, with a status that clients repeat.
+TELL_S = 1.0
 
 
 class Gateway:
@@ -131,13 +133,20 @@ class Gateway:
             self._health.set_accepting(False)
             await self._forget()
             await asyncio.sleep(min(ANNOUNCE_S, drain_s))
+        telling = asyncio.create_task(self._end_requests(drain_s - TELL_S), name="end-requests")
         await self.servers.stop(drain_s)
+        await cancelled([telling])
         await self._node_metrics.stop()
         await self._path.shadows.close()
         await cancelled(self._tasks)
         await self._links.close()
         await self._store.close()
         tracing.stop()
+
+    async def _end_requests(self, after_s: float) -> None:
+        await asyncio.sleep(max(0.0, after_s))
+        await cancelled(self._tasks)  # the feed would make new links
+        await self._links.close()
 
     def _spawn(self, coroutine, name: str) -> None:
         self._tasks.append(asyncio.create_task(coroutine, name=name))

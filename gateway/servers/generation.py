@@ -12,6 +12,7 @@ from gateway.admission.caller import Caller, identify
 from gateway.admission.gate import Ticket
 from gateway.api.errors import ErrorCode, YardError, invalid, unavailable
 from gateway.api.proto.pool_pb2 import End, Hold, Submit, Tokens
+from gateway.api.records import HEARTBEAT_S
 from gateway.link.flight import Flight, Lost
 from gateway.link.pool_link import PoolLink
 from gateway.routing import route_table
@@ -26,6 +27,8 @@ from gateway.text.response_filter import AnswerFilter
 # How long a request waits for a pool that holds the model but cannot be reached, or that held it until so long ago: a
 # restarted driver adopts its ranks in seconds. Then UNAVAILABLE.
 REPLICA_WAIT_S = 10.0
+# How long a pool that just failed is waited for to say anew what it has; then what it said before is believed again.
+HEARSAY_S = 2 * HEARTBEAT_S
 # How long an answer that a stop string ended here waits for what the pool says of it. Drivers say it within a step.
 SETTLE_S = 0.25
 # The longest deadline that a Submit can say (uint32): 49 days.
@@ -202,9 +205,14 @@ class Generation:
         self._submits = submits(request, resolved, self._caller, prompt_ids=prompt_ids, max_tokens=max_tokens, sampling=sampling)
 
     async def _launch(self, avoid: PoolLink | None) -> None:
-        """Sends the sequences to a pool that has the model, for which it may wait; at first not to the one that just failed."""
+        """Sends the sequences to a pool that has the model, for which it may wait.
+
+        Not to the one that just failed before its heartbeat says anew what it has: what was heard earlier is known to be wrong.
+        """
         links, model = self._path.links, self.model
-        give_up = self._loop.time() + REPLICA_WAIT_S
+        began = self._loop.time()
+        give_up = began + REPLICA_WAIT_S
+        heard = avoid.updates if avoid is not None else 0
         while True:
             self._check_running()
             holding = links.holding(model)
@@ -219,7 +227,9 @@ class Generation:
             if left_s <= 0:
                 raise unavailable(f"model `{model}`: {holding[0].reason}", RETRY_AFTER_S)
             await links.wait_change(min(left_s, 1.0))
-            avoid = None
+            silent = avoid is not None and avoid.updates == heard and not self._path.view.degraded
+            if not silent or self._loop.time() - began > HEARSAY_S:
+                avoid = None
 
     def _submit(self, link: PoolLink) -> None:
         timeout_ms = 0

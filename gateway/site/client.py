@@ -22,6 +22,8 @@ CALL_TIMEOUT_S = 15.0
 _CODES = {status: code for code, status in GRPC_STATUS.items()} | {
     grpc.StatusCode.ABORTED: ErrorCode.CONFLICT,
     grpc.StatusCode.ALREADY_EXISTS: ErrorCode.CONFLICT,
+    # Nothing here cancels a call and then asks how it ended: the gateway did, which stops.
+    grpc.StatusCode.CANCELLED: ErrorCode.UNAVAILABLE,
 }
 
 _Answer = TypeVar("_Answer")
@@ -129,6 +131,8 @@ class SiteClient:
                 ErrorCode.UNAVAILABLE, f"{self.address} is no Modelyard gateway, or one of another version: {details}"
             )
         code = _CODES.get(status, ErrorCode.INTERNAL)
+        if status is grpc.StatusCode.CANCELLED:
+            details = f"{self.address} stops and ended the call; another gateway answers there in a moment if the site runs"
         if code is ErrorCode.UNAVAILABLE and "onnect" in details and "address" in details:
             details = f"no Modelyard answers at {self.address}; start it with `yard up`, or name another with --server HOST:PORT"
         if code is ErrorCode.UNAUTHENTICATED:

@@ -237,7 +237,8 @@ class PoolLoop:
         self._ranks.drop()
         self.device_loads.clear()
         self.core.state.rank_restarts += 1
-        if not self._closing:
+        # A driver that stops starts nothing: its successor may have taken the ranks, and two would fight over them (rule 1).
+        if not (self._closing or self.core.state.closing):
             self._own(self._bring_up_ranks(reason, adopt=False), "ranks")
 
     def event(self, kind: str, subject: str, message: str) -> None:

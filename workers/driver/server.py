@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import msgspec
+import psutil
 
 from gateway.api.errors import YardError
 from gateway.api.grpc_options import SERVER_OPTIONS
@@ -19,6 +22,10 @@ from gateway.api.records import PoolRecord
 from gateway.api.runtime import SECRET_METADATA_KEY
 from workers.driver.loop import PoolLoop
 from workers.driver.wire import request_of, wanted_of
+
+HANDOVER_S = 30.0
+"""Longer than a driver that stops lets its requests finish, and about as long as Serve lets it live then."""
+HANDOVER_POLL_S = 0.1
 
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
@@ -112,7 +119,8 @@ class PoolControlService(pool_pb2_grpc.PoolControlServicer):
 class PoolServer:
     """Listens on a port of `host`: that of the driver before it on this node if that is free, else any.
 
-    So gateways find a restarted driver also while Redis, which would tell them of it, is away (rule 12). `port_file` keeps it.
+    So gateways find a restarted driver also while Redis, which would tell them of it, is away (rule 12). `port_file` keeps it,
+    and who listened there: an earlier driver that still finishes its requests is waited for, since a pool has one (rule 1).
     """
 
     def __init__(self, loop: PoolLoop, record: Callable[[], PoolRecord], secret: str, host: str, port_file: Path) -> None:
@@ -128,16 +136,27 @@ class PoolServer:
     async def start(self) -> str:
         """Its endpoint, host:port."""
         host = f"[{self._host}]" if ":" in self._host else self._host
-        port = self._bind(host)
+        port, owner = self._earlier()
+        end = time.monotonic() + HANDOVER_S
+        while owner not in (0, os.getpid()) and psutil.pid_exists(owner) and time.monotonic() < end:  # noqa: ASYNC110
+            await asyncio.sleep(HANDOVER_POLL_S)
+        port = self._bind(host, port)
         await self._server.start()
         self._port_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._port_file.write_text(str(port))
+        self._port_file.write_text(f"{port} {os.getpid()}")
         self.endpoint = f"{host}:{port}"
         return self.endpoint
 
-    def _bind(self, host: str) -> int:
-        with contextlib.suppress(OSError, ValueError, RuntimeError):
-            return self._server.add_insecure_port(f"{host}:{int(self._port_file.read_text())}")
+    def _earlier(self) -> tuple[int, int]:
+        """(port, process) of the driver before this one on this node; zeros when there was none."""
+        with contextlib.suppress(OSError, ValueError):
+            port, owner = map(int, self._port_file.read_text().split())
+            return port, owner
+        return 0, 0
+
+    def _bind(self, host: str, port: int) -> int:
+        with contextlib.suppress(RuntimeError):
+            return self._server.add_insecure_port(f"{host}:{port}")
         return self._server.add_insecure_port(f"{host}:0")
 
     async def stop(self, grace_s: float) -> None:

@@ -161,6 +161,47 @@ async def test_a_new_driver_adopts_the_ranks_of_the_old(make_pool: PoolFactory) 
     await old_launcher.stop()
 
 
+async def test_a_driver_that_stops_leaves_the_ranks_to_its_successor(make_pool: PoolFactory) -> None:
+    """Rule 1: it finishes what it can, and starts nothing when another has taken the ranks from it."""
+    pool = await make_pool(assignment(ranks=(0, 1), stages=2), devices=2)
+    pids, old = pool.pids, pool.driver
+    link = await pool.link()
+    await link.submit([SLOW, 1], max_tokens=30)
+    await link.next()
+    stopping = asyncio.create_task(old.stop(end_ranks=False))
+    await until(lambda: old.loop.core.state.closing, old.record)
+    pool.new_driver()
+    await pool.start()
+    await pool.until_ready()
+    await stopping
+    await pool.until_ready()
+    assert pool.pids == pids
+    await old.loop._ranks._launcher.stop()
+
+
+async def test_a_driver_waits_for_the_one_before_it_to_end(make_pool: PoolFactory) -> None:
+    """Rule 1: a pool has one driver, also while the earlier one still lets its requests finish."""
+    pool = await make_pool(assignment())
+    port = pool.driver.endpoint.rpartition(":")[2]
+    launcher = pool.driver.loop._ranks._launcher
+    await pool.driver.loop.close(end_ranks=False)
+    await pool.driver._server.stop(0)
+    earlier = await asyncio.create_subprocess_exec("sleep", "60")
+    try:
+        (Path(pool.runtime.run_dir) / "pools" / "p" / "driver.port").write_text(f"{port} {earlier.pid}")
+        pool.new_driver()
+        starting = asyncio.create_task(pool.start())
+        done, _ = await asyncio.wait([starting], timeout=1.0)
+        assert not done
+    finally:
+        earlier.kill()
+        await earlier.wait()
+    await starting
+    assert pool.driver.endpoint.endswith(f":{port}")
+    await pool.until_ready()
+    await launcher.stop()
+
+
 async def test_ranks_that_disagree_on_what_they_received_are_not_adopted(make_pool: PoolFactory) -> None:
     """A driver that died between two sends of one step leaves collectives that can never match."""
     pool = await make_pool(assignment(ranks=(0, 1), stages=2), devices=2)

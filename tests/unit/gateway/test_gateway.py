@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from scripted_pool import SECRET, ScriptedPool
 from valkey_server import ValkeyServer
 
 from gateway.api.errors import ErrorCode, YardError
+from gateway.api.grpc_options import RETRY_OPTION
 from gateway.api.proto import admin_pb2, inference_pb2
 from gateway.api.proto.admin_pb2_grpc import AdminStub
 from gateway.api.proto.inference_pb2_grpc import InferenceStub
@@ -148,7 +150,7 @@ async def serving(make: Make, pool: ScriptedPool, byte_level: Path) -> Gateway:
     pool.script = lambda sequence: sequence.end("length", tokens=ids_of(byte_level, "yes"))
     gateway = await make()
     await apply_model(gateway)
-    await until(lambda: any(link.up for link in gateway._links.holding("m")), gateway)
+    await until(lambda: "m" in gateway.view.models and any(link.up for link in gateway._links.holding("m")), gateway)
     return gateway
 
 
@@ -270,6 +272,52 @@ async def test_stopping_drains(make: Make, own_valkey: ValkeyServer, site: str, 
         await stopping
         with pytest.raises(httpx.ConnectError):
             await httpx.AsyncClient().get(f"{http}/ready")
+
+
+async def test_what_outlives_the_drain_is_told_so(
+    make: Make, own_valkey: ValkeyServer, site: str, pool: ScriptedPool, byte_level: Path
+) -> None:
+    """Rule 9: with a status that clients repeat, also for a request that waits for its first token."""
+    async with Heartbeat(own_valkey, site, pool):
+        gateway = await serving(make, pool, byte_level)
+        pool.script = None
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{gateway.grpc_port}") as channel:
+            inference = InferenceStub(channel)
+            stream = inference.GenerateStream(inference_pb2.GenerateRequest(model="m", prompt="x"), timeout=30)
+            (await pool.next()).tokens(ids_of(byte_level, "y"))
+            assert (await stream.read()).choices[0].text == "y"
+            whole = inference.Generate(inference_pb2.GenerateRequest(model="m", prompt="x"), timeout=30)
+            await pool.next()
+            stopping = asyncio.create_task(gateway.stop(1.5))
+            for call in (stream.read(), whole):
+                with pytest.raises(grpc.aio.AioRpcError, match="the gateway stops") as caught:
+                    await call
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            await stopping
+
+
+async def test_calls_that_meet_a_closing_server_can_be_repeated(
+    make: Make, own_valkey: ValkeyServer, site: str, pool: ScriptedPool, byte_level: Path
+) -> None:
+    """With the retries that the README names, no client sees CANCELLED for a call that it did not cancel."""
+    ends: Counter[str] = Counter()
+
+    async def ask(address: str) -> None:
+        async with grpc.aio.insecure_channel(address, options=[RETRY_OPTION]) as channel:
+            while not ends["UNAVAILABLE"]:
+                try:
+                    await InferenceStub(channel).ListModels(inference_pb2.ListModelsRequest(), timeout=10)
+                    ends["answered"] += 1
+                except grpc.aio.AioRpcError as error:
+                    ends[error.code().name] += 1
+
+    gateway = await make()
+    asking = [asyncio.create_task(ask(f"127.0.0.1:{gateway.grpc_port}")) for _ in range(8)]
+    await asyncio.sleep(0.3)
+    await gateway.stop(1.0)
+    await asyncio.gather(*asking)
+    assert ends["answered"] > 100
+    assert set(ends) == {"answered", "UNAVAILABLE"}
 
 
 async def test_admin_needs_the_secret_off_loopback(make: Make) -> None:
