@@ -51,6 +51,7 @@ ANNOUNCE_S = 1.0
 DRAIN_S = 25.0
 # Before the servers end what still runs by cancelling it, requests are told why, with a status that clients repeat.
 TELL_S = 1.0
+HEARTBEAT = "heartbeat"
 
 
 class Gateway:
@@ -103,7 +104,7 @@ class Gateway:
         )
         self._spawn(SiteFeed(self.view, self._store).run(), "site-feed")
         self._spawn(self._quotas.run(), "quotas")
-        self._spawn(self._heartbeat(), "heartbeat")
+        self._spawn(self._heartbeat(), HEARTBEAT)
         self._spawn(self._accept_when_synced(), "first-snapshot")
         host = self.servers.host
         log.info("gateway %s: gRPC on %s:%d, HTTP on %s:%d", self._id, host, self.grpc_port, host, self.http_port)
@@ -129,9 +130,11 @@ class Gateway:
 
     async def stop(self, drain_s: float = DRAIN_S) -> None:
         """Announces that it is not ready, lets running requests finish for at most `drain_s`, then ends."""
-        if self._health.accepting:
-            self._health.set_accepting(False)
-            await self._forget()
+        announced = not self._health.accepting
+        self._health.set_accepting(False)
+        await cancelled([task for task in self._tasks if task.get_name() == HEARTBEAT])  # it would put the record back
+        await self._forget()
+        if not announced:
             await asyncio.sleep(min(ANNOUNCE_S, drain_s))
         telling = asyncio.create_task(self._end_requests(drain_s - TELL_S), name="end-requests")
         await self.servers.stop(drain_s)

@@ -263,6 +263,7 @@ async def test_stopping_drains(make: Make, own_valkey: ValkeyServer, site: str, 
                 assert (await other.get(f"{http}/ready")).status_code == 503
             assert await redis.smembers(Keys(site).gateways) == set()
             await asyncio.sleep(1.2)
+            assert await redis.smembers(Keys(site).gateways) == set()  # no heartbeat has put it back
             for sequence in (streaming, waiting):
                 sequence.tokens(ids_of(byte_level, "yes"))
                 sequence.end("length")
