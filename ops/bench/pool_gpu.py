@@ -21,6 +21,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
@@ -52,7 +53,7 @@ class Bench:
         self._pools = 0
         for name, shape in (("7b", shapes.LLAMA_7B), ("13b", shapes.LLAMA_13B)):
             shape = shape if self.real else shapes.TINY
-            size = shapes.write(directory / name, self.cache, **shape, vocabulary=self.vocabulary)
+            size = shapes.write(directory / name, self.cache, replace(shape, vocabulary=self.vocabulary))
             self.result[f"bytes_{name}"] = size
 
     # ---------------------------------------------------------------- parts
