@@ -11,6 +11,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+from free_port import free_port
+
 
 class ValkeyServer:
     """Keeps its port and its data over stop and start, so that clients see one server that comes and goes."""
@@ -18,9 +20,7 @@ class ValkeyServer:
     def __init__(self, folder: Path, *options: str) -> None:
         self.folder = folder
         self._options = options
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 

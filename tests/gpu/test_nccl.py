@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 import torch
+from free_port import free_port
 from torch._C._distributed_c10d import HashStore
 from torch.multiprocessing.spawn import spawn
 
@@ -56,9 +56,7 @@ def _rank(rank: int, rendezvous: str, size: int, kind: str) -> None:
 
 
 def _free_endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
+    return f"127.0.0.1:{free_port()}"
 
 
 def test_shards_and_stages_over_gloo() -> None:

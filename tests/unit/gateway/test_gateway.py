@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -13,6 +12,7 @@ import grpc
 import httpx
 import msgspec
 import pytest
+from free_port import free_port
 from lone_gateway import ids_of
 from redis.asyncio import Redis
 from scripted_pool import SECRET, ScriptedPool
@@ -53,12 +53,6 @@ asyncio.run(serve(int(sys.argv[1]), sys.argv[2]))
 """
 
 Make = Callable[..., Awaitable[Gateway]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture

@@ -6,7 +6,6 @@ import asyncio
 import json
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ import httpx
 import msgspec
 import pytest
 import yaml
+from free_port import free_port
 from lone_gateway import LoneGateway, ids_of
 from scripted_pool import ScriptedPool
 
@@ -72,12 +72,6 @@ def test_a_site_with_tls_is_scraped_with_what_yard_trusts() -> None:
     job = config["scrape_configs"][0]
     assert job["scheme"] == "https"
     assert job["tls_config"] == {"ca_file": "/ca.pem", "cert_file": "/c.pem", "key_file": "/k.pem", "server_name": "gate"}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @NEEDS_PROMETHEUS

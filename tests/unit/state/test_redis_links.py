@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from free_port import free_port
 from redis.asyncio import Redis
 from site_documents import model
 from valkey_server import ValkeyServer, binary
@@ -110,12 +111,6 @@ class SentinelSet:
                 return connection.recv(65536)
         except OSError:
             return b""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture
