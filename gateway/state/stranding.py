@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from gateway.api.config import Manifest, ModelSpec, RouteSpec
+from gateway.api.config import Manifest, ModelSpec, PoolSpec, RouteSpec
 from gateway.api.errors import ErrorCode, YardError
 from gateway.api.records import GroupRecord, PoolRecord
 from gateway.state.edits import Write, parse_document, parsed_site
@@ -46,7 +46,8 @@ def _problems(before: Site, after: Site, pools: Mapping[str, PoolRecord]) -> Ite
             continue
         answering = [model for model in _answerers(had.spec) if readiness.answers(model)]
         reasons = {model: _lost(model, after, pools) for model in _answerers(manifest.spec) if readiness.answers(model)}
-        if answering and all(reasons.values()):
+        # Who is on its way out already, by force, is no reason to refuse what comes after.
+        if any(not _lost(model, before, pools) for model in answering) and all(reasons.values()):
             stories = [f"`{model}`: {readiness.story(model)}" for model in _answerers(manifest.spec) if model not in reasons]
             causes = "; ".join([*(reason for reason in reasons.values() if reason), *stories])
             yield f"{key} answers now, and would have no ready target: {causes}, or use --force"
@@ -65,19 +66,33 @@ def _lost(name: str, after: Site, pools: Mapping[str, PoolRecord]) -> str:
         return f"`{name}` would have no replicas; raise its replicas, or give the route another target that is ready"
     allowed = [key.name for key in after if key.kind == "Pool" and key.name in (manifest.spec.pools or (key.name,))]
     held = [(record, group) for record in pools.values() for group in record.groups if group.model == name]
-    if any(record.pool in allowed and group.state in ("ready", "parked") for record, group in held):
+    cordoned = {pool: _cordoned(pool, after) for pool in allowed}
+    staying = [(record, group) for record, group in held if record.pool in allowed and group.state in ("ready", "parked")]
+    if any(cordoned[record.pool].isdisjoint(group.ranks) for record, group in staying):
         return ""
     known = [key for key in after if key.kind == "Pool"]
     running = [pools[pool] for pool in allowed if pool in pools]
-    if not known or any(_has_room(other, record, group) for other in running for record, group in held):
+    if not known or any(_has_room(other, cordoned[other.pool], record, group) for other in running for record, group in held):
         return ""
+    if staying:
+        record, group = staying[0]
+        ranks = ", ".join(map(str, sorted(cordoned[record.pool].intersection(group.ranks))))
+        return (
+            f"`{name}` is on rank {ranks} of pool `{record.pool}`, and finds no room elsewhere; make some, or cordon fewer ranks"
+        )
     where = f"pool {', '.join(sorted(allowed))}" if allowed else "any pool"
     return f"`{name}` would find no room in {where}; make room there first, or keep the pool that it is in"
 
 
-def _has_room(other: PoolRecord, home: PoolRecord, group: GroupRecord) -> bool:
+def _cordoned(pool: str, site: Site) -> frozenset[int]:
+    spec = site[ObjectKey("Pool", pool)].spec
+    return frozenset(spec.cordoned if isinstance(spec, PoolSpec) else ())
+
+
+def _has_room(other: PoolRecord, cordoned: frozenset[int], home: PoolRecord, group: GroupRecord) -> bool:
     """Whether as many ranks of the other pool have free what the group holds on each of its own."""
     ledgers = [rank.ledger for rank in home.ranks if rank.index in group.ranks]
     wanted = max((sum(size for model, _, size in ledger if model == group.model) for ledger in ledgers), default=0)
-    free = [rank for rank in other.ranks if rank.alive and rank.capacity_bytes - needs(rank)[0] >= wanted]
+    able = [rank for rank in other.ranks if rank.alive and rank.index not in cordoned]
+    free = [rank for rank in able if rank.capacity_bytes - needs(rank)[0] >= wanted]
     return len(free) >= len(group.ranks)

@@ -449,6 +449,24 @@ async def test_rule_8_no_change_leaves_a_route_that_answers_without_a_ready_targ
     await admin.apply(*documents, force=True)
 
 
+async def test_rule_8_ranks_are_cordoned_when_their_models_find_another_place(admin: Admin) -> None:
+    await admin.apply(pool("p"), pool("q"), model("m"), route("chat", "m"))
+    await admin.observe(group("m"), ledger=(("m", "weights", 2**30),))
+    with pytest.raises(grpc.aio.AioRpcError, match=r"`m` is on rank 0 of pool `p`, and finds no room elsewhere"):
+        await admin.apply(pool("p", cordoned=[0, 1]))
+    await admin.apply(pool("p", cordoned=[0]))  # it moves to rank 1
+    await admin.apply(pool("p"))
+    second = PoolRecord("q", "127.0.0.1:2", "i", "n", 1, "cpu", 1, 1, 0.0, ranks=(RankRecord(0, "n", 1, "cpu", 2**31),))
+    await admin.store.redis.set(admin.store.keys.pool("q"), msgspec.json.encode(second))
+    await admin.store.redis.sadd(admin.store.keys.pools, "q")
+    with pytest.raises(grpc.aio.AioRpcError, match=r"`m` is on rank 0 of pool `p`"):
+        await admin.apply(pool("p", cordoned=[0, 1]), pool("q", cordoned=[0]))
+    await admin.apply(pool("p", cordoned=[0, 1]))
+    # Once it was forced, it refuses nothing else.
+    await admin.apply(pool("q", cordoned=[0]), force=True)
+    await admin.apply(model("m", priority=3))
+
+
 async def test_rule_8_a_pool_in_use_is_not_deleted_for_an_empty_one_that_has_no_room(admin: Admin) -> None:
     """Rule 8: what the second pool can hold counts, not that it exists."""
     await admin.apply(pool("p"), pool("q"), model("m"), route("chat", "m"))
