@@ -30,7 +30,7 @@ def why(snapshot: Snapshot, group: PlacedGroup) -> tuple[str, ...]:
 
 
 def _takes(request: ModelRequest, group: PlacedGroup, device: Device) -> str:
-    stages = group_footprint(request, group.tensor_parallel, group.pipeline_parallel, device.kind)
+    stages = group_footprint(request, group.tensor_parallel, group.pipeline_parallel, device.kind, device.type)
     most = max(stages, key=lambda stage: stage.total)
     parts = {
         "weights": most.weights,
@@ -41,8 +41,8 @@ def _takes(request: ModelRequest, group: PlacedGroup, device: Device) -> str:
         "slack": most.slack,
     }
     listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in parts.items() if size)
-    measured = "" if most.slack else "; as measured at an earlier load"
-    return f"takes {format_bytes(most.total)} on each of its ranks ({listed}{measured})"
+    how = "measured at an earlier load" if most.measured else "estimated until a load has measured it"
+    return f"takes {format_bytes(most.total)} on each of its ranks ({listed}; {how})"
 
 
 def _split(request: ModelRequest, group: PlacedGroup, device: Device, free: FreeMemory) -> Iterator[str]:
@@ -62,7 +62,7 @@ def _split(request: ModelRequest, group: PlacedGroup, device: Device, free: Free
     for pair in degrees(request, device.kind, widest, devices):
         if pair == here:
             break
-        need = max(stage.total for stage in group_footprint(request, *pair, device.kind))
+        need = max(stage.total for stage in group_footprint(request, *pair, device.kind, device.type))
         slow = slo_problem(request, *pair, device.kind, device.type)
         smaller.append(f"{pair[0]} × {pair[1]} " + (f"is too slow ({slow})" if slow else f"needs {format_bytes(need)} a rank"))
     because = f"; smaller: {'; '.join(smaller)}" if smaller else ""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from placement.split import local_kv_heads, shard_elements, stage_layers
-from placement.types import ModelRequest, ModelShape, WeightPart
+from placement.types import Measured, ModelRequest, ModelShape, WeightPart
 
 MIB = 2**20
 # Bits a matrix element takes in memory. int4: 4-bit values in groups of 32 with a 16-bit scale and zero point; int8: a scale
@@ -26,7 +26,7 @@ _GRAPH_BYTES = {"cuda": 192 * MIB, "cpu": 0}  # decode graphs share one memory p
 
 # What a pool driver gives a load beyond the sums (`workers.driver.sizing`): engines keep tables, padding and a head in two
 # forms beside the matrices, and each of four regions is rounded up to whole pages. Nothing is left of it once a load has been
-# measured.
+# measured, but a page a region: room for what a load takes for a moment only.
 PAGE_BYTES = {"cpu": 2 * MIB, "cuda": 32 * MIB}
 _REGIONS = 4
 _SLACK_BYTES = 60 * MIB
@@ -65,6 +65,7 @@ class RankFootprint:
     communication: int = 0
     graphs: int = 0
     slack: int = 0
+    measured: bool = False  # by earlier loads; workspace then has communication and graphs in it
 
     @property
     def total(self) -> int:
@@ -72,17 +73,20 @@ class RankFootprint:
 
 
 def group_footprint(
-    request: ModelRequest, tensor_parallel: int, pipeline_parallel: int, device: str
+    request: ModelRequest, tensor_parallel: int, pipeline_parallel: int, device: str, type_: str = ""
 ) -> tuple[RankFootprint, ...]:
     """One entry a pipeline stage (the shards of a stage are alike): ranks[stage * tensor_parallel + shard] has entry `stage`.
 
-    What was measured at an earlier load of the same sort is taken as it is; keys and values are always computed.
+    What was measured at an earlier load of the same sort is taken as it is; keys and values are always computed. `type_` of the
+    devices; empty: whichever the site has.
     """
     floors = kv_floor_bytes(request, tensor_parallel, pipeline_parallel)
-    wanted = (request.engine, request.precision, tensor_parallel, pipeline_parallel, device)
-    for seen in request.measured:
-        if (seen.engine, seen.precision, seen.tensor_parallel, seen.pipeline_parallel, seen.device) == wanted:
-            return tuple(RankFootprint(*parts) for parts in zip(seen.weights, floors, seen.workspace, strict=True))
+    seen = measured_of(request, tensor_parallel, pipeline_parallel, device, type_)
+    if seen is not None:
+        return tuple(
+            RankFootprint(weights, floor, workspace, slack=_measured_slack(weights + floor + workspace, device), measured=True)
+            for weights, floor, workspace in zip(seen.weights, floors, seen.workspace, strict=True)
+        )
     weights = [weight_bytes(request, tensor_parallel, pipeline_parallel, stage) for stage in range(pipeline_parallel)]
     # The same on every stage: whichever computes the logits, the others hold its messages.
     workspace = max(
@@ -101,6 +105,25 @@ def group_footprint(
         )
         for stage in range(pipeline_parallel)
     )
+
+
+def measured_of(
+    request: ModelRequest, tensor_parallel: int, pipeline_parallel: int, device: str, type_: str = ""
+) -> Measured | None:
+    """What earlier loads of the same sort took."""
+    wanted = (request.engine, request.precision, tensor_parallel, pipeline_parallel, device)
+    found = {
+        seen.type: seen
+        for seen in request.measured
+        if (seen.engine, seen.precision, seen.tensor_parallel, seen.pipeline_parallel, seen.device) == wanted
+    }
+    return found.get(type_) or found.get("")
+
+
+def _measured_slack(taken: int, device: str) -> int:
+    """So that the sum is whole pages, and each region has one to spare."""
+    page = PAGE_BYTES[device]
+    return _REGIONS * page + -taken % page
 
 
 def _slack(estimated: int, kv_floor: int, device: str) -> int:

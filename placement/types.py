@@ -58,8 +58,8 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one load truly took, by pipeline stage (the largest shard's), keys and values apart. Replaces the estimate for the
-    same engine, precision, degrees and device."""
+    """What loads truly took, by pipeline stage (the largest shard's), keys and values apart. Replaces the estimate for the
+    same engine, precision, degrees, device and type."""
 
     engine: str
     precision: str  # as asked: may be auto
@@ -68,6 +68,7 @@ class Measured:
     device: str
     weights: tuple[int, ...]
     workspace: tuple[int, ...]  # with communication and graphs
+    type: str = ""  # as in `Device`; empty: of every type that the site has of this device
 
 
 @dataclass(frozen=True)

@@ -99,6 +99,34 @@ class TrtllmRecord(msgspec.Struct, frozen=True):
     problem: str = ""
 
 
+class FootprintRecord(msgspec.Struct, frozen=True):
+    """What a worker group really takes, as its ranks measured it. Each load of the same sort, which `sort` names, takes so much.
+
+    Bytes by pipeline stage, of its largest shard. Keys and values, which depend on what is asked, are given for one token.
+    """
+
+    digest: str  # of the checkpoint
+    engine: str
+    version: str  # of the engine: another one may take something else
+    precision: str  # as asked: may be auto
+    device: str
+    type: str  # of the devices; empty when they differ
+    tensor_parallel: int
+    pipeline_parallel: int
+    batch_tokens: int
+    concurrency: int
+    context: int
+    weights: tuple[int, ...]
+    workspace: tuple[int, ...]  # with communication, context and graphs
+    kv_token: tuple[int, ...]
+
+    @property
+    def sort(self) -> tuple[str | int, ...]:
+        degrees = (self.tensor_parallel, self.pipeline_parallel)
+        limits = (self.batch_tokens, self.concurrency, self.context)
+        return (self.digest, self.engine, self.precision, self.device, self.type, *degrees, *limits)
+
+
 class PoolRecord(msgspec.Struct, frozen=True):
     """A pool driver's heartbeat. `incarnation` changes with every start of the driver."""
 
@@ -123,6 +151,8 @@ class PoolRecord(msgspec.Struct, frozen=True):
     steps: int = 0
     held: int = 0  # requests that wait for their model
     trtllm: TrtllmRecord | None = None
+    engine_versions: dict[str, str] = {}  # as far as they are known
+    footprints: tuple[FootprintRecord, ...] = ()  # of the groups that are in memory
 
 
 class GatewayRecord(msgspec.Struct, frozen=True):
@@ -199,6 +229,7 @@ class Keys:
         self.controller = f"{self.prefix}:controller"  # ControllerRecord, with TTL
         self.lease = f"{self.prefix}:lease:controller"
         self.placement = f"{self.prefix}:placement"  # the controller's: which groups belong where
+        self.footprints = f"{self.prefix}:footprints"  # the controller's: what loads took, as drivers measured it
         self.fence = f"{self.prefix}:fence"  # counter of fencing tokens
         self.tombstones = f"{self.prefix}:desired:deleted"  # hash: "Kind/name" -> generation of the deletion
         self.canaries = f"{self.prefix}:canaries"  # hash: placement key -> answer

@@ -18,9 +18,12 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+import msgspec
+
 from gateway.api.proto.pool_pb2 import Assignment, Group
+from gateway.api.records import PoolRecord
 from gateway.controller.moving import lingering
-from gateway.controller.placing import adopted, in_order, snapshot_of
+from gateway.controller.placing import adopted, common_type, in_order, snapshot_of
 from gateway.controller.pool_digest import runs
 from gateway.controller.reasons import events_of, final_refusals, is_starting, pool_troubles, unplaced_models
 from gateway.controller.situation import (
@@ -40,6 +43,7 @@ from gateway.controller.situation import (
     ReleaseDevices,
 )
 from gateway.state.view import PoolEntry
+from placement.footprint import measured_of
 from placement.replanning import replan
 from placement.types import PlacedGroup
 
@@ -134,7 +138,7 @@ def _assigns(groups: tuple[PlacedGroup, ...], desired: Desired, observed: Observ
         if sight.missing_s > 0:
             continue
         record = sight.record
-        wanted = _assignments(by_pool[name], desired)
+        wanted = _assignments(by_pool[name], desired, record)
         ack = placed.acks.get(name)
         confirmed = (
             ack is not None
@@ -145,7 +149,7 @@ def _assigns(groups: tuple[PlacedGroup, ...], desired: Desired, observed: Observ
             yield Assign(name, record.endpoint, record.incarnation, wanted)
 
 
-def _assignments(groups: Iterable[PlacedGroup], desired: Desired) -> tuple[bytes, ...]:
+def _assignments(groups: Iterable[PlacedGroup], desired: Desired, record: PoolRecord) -> tuple[bytes, ...]:
     by_model: dict[str, list[PlacedGroup]] = defaultdict(list)
     for group in groups:
         by_model[group.model].append(group)
@@ -155,9 +159,24 @@ def _assignments(groups: Iterable[PlacedGroup], desired: Desired) -> tuple[bytes
             generation=desired.models[model].generation,
             spec_json=desired.models[model].spec.model_dump_json(),
             groups=[
-                Group(ranks=group.ranks, tensor_parallel=group.tensor_parallel, pipeline_parallel=group.pipeline_parallel)
+                Group(
+                    ranks=group.ranks,
+                    tensor_parallel=group.tensor_parallel,
+                    pipeline_parallel=group.pipeline_parallel,
+                    measured_json=_measured(group, desired, record),
+                )
                 for group in members
             ],
         ).SerializeToString(deterministic=True)
         for model, members in sorted(by_model.items())
     )
+
+
+def _measured(group: PlacedGroup, desired: Desired, record: PoolRecord) -> str:
+    """By what it is counted here, so that its driver reserves the same."""
+    request = desired.models[group.model].request
+    if request is None:
+        return ""
+    type_ = common_type(rank.type for rank in record.ranks if rank.index in group.ranks)
+    seen = measured_of(request, group.tensor_parallel, group.pipeline_parallel, record.device, type_)
+    return "" if seen is None else msgspec.json.encode(seen).decode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from gateway.api.config import PoolSpec
-from gateway.api.records import ControllerRecord
+from gateway.api.records import ControllerRecord, FootprintRecord
 from gateway.controller.situation import AppSight
 from placement.types import PlacedGroup
 
@@ -24,6 +24,14 @@ class Effects(Protocol):
         ...
 
     async def save_placement(self, groups: tuple[PlacedGroup, ...]) -> bool:
+        """False: the lease is lost, and nothing was written."""
+        ...
+
+    async def footprints(self) -> tuple[FootprintRecord, ...]:
+        """What earlier loads took, as stored."""
+        ...
+
+    async def save_footprints(self, footprints: tuple[FootprintRecord, ...]) -> bool:
         """False: the lease is lost, and nothing was written."""
         ...
 

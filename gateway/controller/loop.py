@@ -18,6 +18,7 @@ from gateway.api.records import HEARTBEAT_S, ControllerRecord
 from gateway.api.tasks import cancelled
 from gateway.controller.decision import decide
 from gateway.controller.effects import Effects, StaleFence, Unreachable
+from gateway.controller.footprints import Footprints, remember, with_measured
 from gateway.controller.model_requests import Checkpoints
 from gateway.controller.scaling import Scaler
 from gateway.controller.sights import Sights
@@ -71,6 +72,7 @@ class ControllerLoop:
         self._scaler = Scaler()
         self._fence = 0
         self._groups: tuple[PlacedGroup, ...] | None = None
+        self._footprints: Footprints = ()
         self._unplaced: dict[str, tuple[str, ...]] = {}
         self._refused: frozenset[str] = frozenset()
         self._acks: dict[str, tuple[Ack, float]] = {}
@@ -143,7 +145,8 @@ class ControllerLoop:
             return
         if fence != self._fence:
             await self._begin(fence)
-        asked = self._checkpoints.asked(self._view.models)
+        await self._learn()
+        asked = with_measured(self._checkpoints.asked(self._view.models), self._footprints, self._view.pools.values())
         models = self._scaler.scaled(asked, self._view.pools.values(), self._groups or (), self._clock())
         desired = Desired(models, self._view.desired_pools)
         apps, devices_held = await self._look_at_apps()
@@ -162,9 +165,18 @@ class ControllerLoop:
         """The lease is new: what is known is what is stored and seen."""
         log.info("controller %s acts with fencing token %d", self._owner, fence)
         self._groups = await self._effects.placement()
+        self._footprints = await self._effects.footprints()
         self._refused = frozenset(self._view.controller.unplaced) if self._view.controller else frozenset()
         self._acks, self._apps, self._sights, self._scaler = {}, None, Sights(self._clock), Scaler()
         self._fence = fence
+
+    async def _learn(self) -> None:
+        """What loads took is stored before anything is placed by it."""
+        footprints = remember(self._footprints, self._view.pools.values())
+        if footprints != self._footprints:
+            if not await self._effects.save_footprints(footprints):
+                raise StaleFence("the lease went to another while footprints were being stored")
+            self._footprints = footprints
 
     async def _look_at_apps(self) -> tuple[dict[str, AppSight], frozenset[str]]:
         now = self._clock()

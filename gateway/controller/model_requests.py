@@ -31,6 +31,7 @@ class AskedModel:
     generation: int
     request: ModelRequest | None
     problem: str = ""
+    digest: str = ""  # of the checkpoint
 
 
 def model_request(name: str, spec: ModelSpec, checkpoint: Checkpoint) -> ModelRequest:
@@ -128,7 +129,7 @@ class Checkpoints:
         if spec.context is not None and spec.context > longest:
             problem = f"spec.context is {spec.context}, and {spec.source} takes at most {longest} tokens; lower it or leave it"
             return AskedModel(spec, generation, None, problem)
-        return AskedModel(spec, generation, model_request(name, spec, reading.checkpoint))
+        return AskedModel(spec, generation, model_request(name, spec, reading.checkpoint), digest=reading.checkpoint.digest)
 
     async def _read(self, source: str, reading: _Reading) -> None:
         loop = asyncio.get_running_loop()

@@ -49,9 +49,9 @@ def snapshot_of(
         for name, sight in sights.items()
         for rank in sight.record.ranks
     ]
-    kinds = {(device.pool, device.rank): device.kind for device in devices}
+    sorts = {(device.pool, device.rank): (device.kind, device.type) for device in devices}
     asked_for = {request.name: request for request in requests}
-    return Snapshot(tuple(devices), tuple(requests), tuple(_resized(group, asked_for, kinds) for group in placed))
+    return Snapshot(tuple(devices), tuple(requests), tuple(_resized(group, asked_for, sorts) for group in placed))
 
 
 def _where_its_engine_is(request: ModelRequest, sights: Mapping[str, PoolSight], pools: Mapping[str, PoolEntry]) -> ModelRequest:
@@ -73,7 +73,8 @@ def adopted(observed: Observed, desired: Desired) -> tuple[PlacedGroup, ...]:
                 continue
             split = (group.tensor_parallel, group.pipeline_parallel)
             # While its checkpoint is being read the group is held as it is; its bytes are filled in afterwards.
-            sizes = _bytes_per_rank(asked.request, *split, sight.record.device) if asked.request else (0,) * len(group.ranks)
+            sort = (sight.record.device, common_type(rank.type for rank in sight.record.ranks if rank.index in group.ranks))
+            sizes = _bytes_per_rank(asked.request, *split, *sort) if asked.request else (0,) * len(group.ranks)
             found.add(PlacedGroup(group.model, name, group.ranks, *split, sizes, standby=group.state == "parked"))
     return in_order(found)
 
@@ -82,14 +83,23 @@ def in_order(groups: Iterable[PlacedGroup]) -> tuple[PlacedGroup, ...]:
     return tuple(sorted(groups, key=lambda group: (group.model, group.pool, group.ranks)))
 
 
-def _resized(group: PlacedGroup, requests: Mapping[str, ModelRequest], kinds: Mapping[tuple[str, int], str]) -> PlacedGroup:
+def common_type(types: Iterable[str]) -> str:
+    """Of a group's devices; empty when they differ."""
+    found = set(types)
+    return found.pop() if len(found) == 1 else ""
+
+
+def _resized(
+    group: PlacedGroup, requests: Mapping[str, ModelRequest], sorts: Mapping[tuple[str, int], tuple[str, str]]
+) -> PlacedGroup:
     """With the bytes that its model asks for now, which may have changed since it was placed."""
-    request, kind = requests.get(group.model), kinds.get((group.pool, group.ranks[0]))
-    if request is None or kind is None:
+    request, first = requests.get(group.model), sorts.get((group.pool, group.ranks[0]))
+    if request is None or first is None:
         return group
-    return replace(group, bytes_per_rank=_bytes_per_rank(request, group.tensor_parallel, group.pipeline_parallel, kind))
+    sort = (first[0], common_type(sorts.get((group.pool, rank), first)[1] for rank in group.ranks))
+    return replace(group, bytes_per_rank=_bytes_per_rank(request, group.tensor_parallel, group.pipeline_parallel, *sort))
 
 
-def _bytes_per_rank(request: ModelRequest, tensor: int, pipeline: int, kind: str) -> tuple[int, ...]:
-    stages = group_footprint(request, tensor, pipeline, kind)
+def _bytes_per_rank(request: ModelRequest, tensor: int, pipeline: int, kind: str, type_: str) -> tuple[int, ...]:
+    stages = group_footprint(request, tensor, pipeline, kind, type_)
     return tuple(stage.total for stage in stages for _ in range(tensor))

@@ -15,11 +15,12 @@ from gateway.api.config import PoolSpec
 from gateway.api.grpc_options import CLIENT_OPTIONS
 from gateway.api.proto.pool_pb2 import Assignment, AssignRequest
 from gateway.api.proto.pool_pb2_grpc import PoolControlStub
-from gateway.api.records import HEARTBEAT_TTL_S, ControllerRecord
+from gateway.api.records import HEARTBEAT_TTL_S, ControllerRecord, FootprintRecord
 from gateway.api.runtime import SECRET_METADATA_KEY, Runtime
 from gateway.controller import pool_applications
 from gateway.controller.effects import StaleFence, Unreachable
 from gateway.controller.situation import AppSight
+from gateway.state.footprint_record import load_footprints, save_footprints
 from gateway.state.history import History
 from gateway.state.lease import Lease
 from gateway.state.placement_record import load_placement, save_placement
@@ -55,6 +56,12 @@ class SiteEffects:
 
     async def save_placement(self, groups: tuple[PlacedGroup, ...]) -> bool:
         return await save_placement(self._store, self._lease, groups)
+
+    async def footprints(self) -> tuple[FootprintRecord, ...]:
+        return await load_footprints(self._store)
+
+    async def save_footprints(self, footprints: tuple[FootprintRecord, ...]) -> bool:
+        return await save_footprints(self._store, self._lease, footprints)
 
     async def report(self, record: ControllerRecord) -> None:
         await self._lease.write(self._store.keys.controller, msgspec.json.encode(record), HEARTBEAT_TTL_S)

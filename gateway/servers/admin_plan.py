@@ -10,7 +10,9 @@ from gateway.api.load_key import load_key
 from gateway.api.proto.admin_pb2 import Placement
 from gateway.api.records import DesiredObject, PoolRecord
 from gateway.controller.decision import decide
+from gateway.controller.footprints import Footprints, remember, with_measured
 from gateway.controller.model_requests import Checkpoints
+from gateway.controller.placing import common_type
 from gateway.controller.pool_digest import deployment_name
 from gateway.controller.pool_restarts import future_pool, restarting
 from gateway.controller.scaling import as_placed
@@ -20,6 +22,7 @@ from gateway.state.snapshot import Snapshot
 from gateway.state.view import SiteView
 from placement.changes import Change, changes
 from placement.explain import why
+from placement.footprint import measured_of
 from placement.types import PlacedGroup
 
 CHECKPOINT_WAIT_S = 20.0
@@ -33,10 +36,15 @@ class Planner:
         self._checkpoints = Checkpoints(cache_dir)
 
     async def plan(
-        self, before: Snapshot, after: Snapshot, pools: dict[str, PoolRecord], placed: tuple[PlacedGroup, ...] | None
+        self,
+        before: Snapshot,
+        after: Snapshot,
+        pools: dict[str, PoolRecord],
+        placed: tuple[PlacedGroup, ...] | None,
+        footprints: Footprints = (),
     ) -> list[Placement]:
         """As the controller will act: pools that start anew first close, so that their groups leave; then all is placed again."""
-        site, desired = await self._desired(after, placed)
+        site, desired = await self._desired(after, placed, pools, footprints)
         specs = {name: entry.spec for name, entry in site.desired_pools.items()}
         old = SiteView()
         old.apply_desired(before)
@@ -60,10 +68,15 @@ class Planner:
         return await with_engine_notes(rows, site.models, pools, self._cache_dir)
 
     async def why(
-        self, model: str, site: Snapshot, pools: dict[str, PoolRecord], placed: tuple[PlacedGroup, ...] | None
+        self,
+        model: str,
+        site: Snapshot,
+        pools: dict[str, PoolRecord],
+        placed: tuple[PlacedGroup, ...] | None,
+        footprints: Footprints = (),
     ) -> list[str]:
         """Of each group of a model that is placed, why it is there."""
-        view, desired = await self._desired(site, placed)
+        view, desired = await self._desired(site, placed, pools, footprints)
         decision = decide(desired, Observed(pools=_sights(view, pools)), Placed(groups=placed))
         snapshot = replace(decision.snapshot, placed=decision.groups)
         lines = []
@@ -73,7 +86,13 @@ class Planner:
                 lines += [f"{place}: {sentence}" for sentence in why(snapshot, group)]
         return lines + [note.message for note in decision.plan.notes.get(model, ())]
 
-    async def _desired(self, after: Snapshot, placed: tuple[PlacedGroup, ...] | None) -> tuple[SiteView, Desired]:
+    async def _desired(
+        self,
+        after: Snapshot,
+        placed: tuple[PlacedGroup, ...] | None,
+        pools: dict[str, PoolRecord],
+        footprints: Footprints,
+    ) -> tuple[SiteView, Desired]:
         site = SiteView()
         site.apply_desired(after)
         try:
@@ -81,6 +100,7 @@ class Planner:
                 models = await self._checkpoints.settle(site.models)
         except TimeoutError:
             models = self._checkpoints.asked(site.models)
+        models = with_measured(models, remember(footprints, pools.values()), pools.values())
         return site, Desired(as_placed(models, placed or ()), site.desired_pools)
 
 
@@ -110,6 +130,8 @@ def _placements(
             reasons.insert(
                 0, "its specification changes, and not in place: the new one is loaded beside it, then the old one drains"
             )
+        if change.action == "load" and _is_measured(change.group, decision):
+            reasons.append("its memory is counted as it was measured at an earlier load")
         if change.before is not None:
             reasons.insert(0, f"from rank {', '.join(map(str, change.before.ranks))} of pool `{change.before.pool}`")
         touched = {change.group.pool, change.before.pool if change.before else ""}
@@ -125,6 +147,15 @@ def _placements(
     ]
     rows += [Placement(model=model, action="none", reasons=reasons) for model, reasons in decision.unplaced.items()]
     return rows
+
+
+def _is_measured(group: PlacedGroup, decision: Decision) -> bool:
+    devices = [each for each in decision.snapshot.devices if each.pool == group.pool and each.rank in group.ranks]
+    request = next((each for each in decision.snapshot.models if each.name == group.model), None)
+    if request is None or not devices:
+        return False
+    degrees = (group.tensor_parallel, group.pipeline_parallel)
+    return measured_of(request, *degrees, devices[0].kind, common_type(each.type for each in devices)) is not None
 
 
 def _place(row: Placement) -> tuple[str, str, tuple[int, ...]]:

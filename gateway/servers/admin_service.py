@@ -20,6 +20,7 @@ from gateway.api.proto import admin_pb2 as pb
 from gateway.api.proto.admin_pb2_grpc import AdminServicer
 from gateway.api.records import DesiredObject, PoolRecord, SiteStatus
 from gateway.api.runtime import Runtime
+from gateway.controller.footprints import Footprints
 from gateway.controller.pool_restarts import notes, pool_spec
 from gateway.servers.admin_describe import describe, route_statuses
 from gateway.servers.admin_guard import actor_of
@@ -29,6 +30,7 @@ from gateway.servers.residency import set_residency
 from gateway.state.connection import LOST, refused
 from gateway.state.diff import yaml_diff
 from gateway.state.edits import Put, Write, apply_edit, delete_edit, rollback_edit, switch_edit
+from gateway.state.footprint_record import load_footprints
 from gateway.state.history import History
 from gateway.state.key_gate import first_keys, kept_closed
 from gateway.state.placement_record import load_placement
@@ -104,9 +106,7 @@ class AdminService(AdminServicer):
         edit: Edit = functools.partial(apply_edit, puts=[_put(item) for item in request.objects])
         writes = (edit if request.force else _safe(edit, observed.pools))(snapshot)
         documents = {write.key: write.document for write in writes if write.action != "unchanged"}
-        placements = await self._planner.plan(
-            snapshot, after_writes(snapshot, documents), observed.pools, await self._placement()
-        )
+        placements = await self._planner.plan(snapshot, after_writes(snapshot, documents), observed.pools, *await self._known())
         return pb.PlanResponse(
             changes=[_change(write, observed.pools, first_keys(snapshot, writes)) for write in writes], placements=placements
         )
@@ -145,7 +145,7 @@ class AdminService(AdminServicer):
             raise _missing(snapshot, request.kind, request.name)
         plain, reasons = describe(stored, snapshot, observed)
         if stored.kind == "Model":
-            reasons += await self._planner.why(stored.name, snapshot, observed.pools, await self._placement())
+            reasons += await self._planner.why(stored.name, snapshot, observed.pools, *await self._known())
         return pb.DescribeResponse(object=_object(stored), observed_json=json.dumps(plain), reasons=reasons)
 
     @_answering
@@ -237,12 +237,12 @@ class AdminService(AdminServicer):
         commit = await self._store.transact(edit, _actor(context, self.view))
         return pb.SwitchRouteResponse(change=_change(commit.writes[0]), committed_unix=time.time())
 
-    async def _placement(self) -> tuple[PlacedGroup, ...] | None:
-        """None also without the store: then what the pools hold is taken for it."""
+    async def _known(self) -> tuple[tuple[PlacedGroup, ...] | None, Footprints]:
+        """The stored placement, and what loads took. None also without the store: then what the pools hold is taken for it."""
         try:
-            return await load_placement(self._store)
+            return await load_placement(self._store), await load_footprints(self._store)
         except LOST:
-            return None
+            return None, ()
 
     async def _readiness(self) -> Readiness:
         return Readiness((await self._store.observed()).pools.values())

@@ -291,6 +291,7 @@ class PoolCore:
     def _renew(self, group: Group, reason: str, state: State) -> None:
         """The same worker group, to be loaded anew under an id that no rank has seen; on request if it stood by."""
         fresh = Group(self.state.next_group, group.wanted, state=state, reason=reason, facts=group.facts, sizing=group.sizing)
+        fresh.sized_by = group.sized_by
         fresh.used_at = group.used_at
         fresh.unwanted, fresh.proven, fresh.gives_way = group.unwanted, group.proven, group.gives_way
         fresh.attempts, fresh.damaged_at = group.attempts, group.damaged_at

@@ -10,6 +10,7 @@ from typing import Literal
 
 from gateway.api.config import ModelSpec
 from gateway.api.load_key import load_key
+from placement.types import Measured
 from workers.driver.batching import Batcher, StepPlan
 from workers.driver.effects import ModelFacts
 from workers.driver.residency import State
@@ -31,6 +32,7 @@ class Wanted:
     spec: ModelSpec
     spec_json: str
     placement: Placement
+    measured: Measured | None = None  # what earlier loads of this sort took, by which it was placed
 
 
 @dataclass
@@ -63,6 +65,7 @@ class Group:
     facts: ModelFacts | None = None
     inspecting: bool = False
     sizing: GroupSizing | None = None
+    sized_by: Measured | None = None
     held: dict[int, HeldShard] = field(default_factory=dict)  # by rank
     op: Op | None = None
     batcher: Batcher | None = None

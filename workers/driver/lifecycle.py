@@ -127,7 +127,7 @@ class Lifecycle:
             self._fail(now, group, facts)
             return
         try:
-            group.sizing = self._size(group, facts, group.attempts)
+            group.sizing, group.sized_by = self._size(group, facts, group.attempts), group.wanted.measured
         except YardError as error:
             self._fail(now, group, error.message)
             return
@@ -233,8 +233,8 @@ class Lifecycle:
                 group.inspecting = True
                 self._effects.inspect(group.id, group.model, group.spec)
             return
-        if group.sizing is None:
-            group.sizing = self._size(group, group.facts, group.attempts)
+        if group.sizing is None or group.sized_by != group.wanted.measured:
+            group.sizing, group.sized_by = self._size(group, group.facts, group.attempts), group.wanted.measured
         busy = [other for other in self._state.groups.values() if other.op is not None and other.op.kind != "kv"]
         if any(other.model == group.model for other in busy):
             return
@@ -257,7 +257,8 @@ class Lifecycle:
 
     def _size(self, group: Group, facts: ModelFacts, failed_attempts: int) -> GroupSizing:
         """YardError when the model cannot be so."""
-        return size_group(group.model, group.spec, facts, group.wanted.placement, self._state.device, failed_attempts)
+        wanted = group.wanted
+        return size_group(group.model, group.spec, facts, wanted.placement, self._state.device, failed_attempts, wanted.measured)
 
     def _make_room(self, now: float, group: Group, full: LedgerFull) -> None:
         if not self._others_leave(now, group, full):

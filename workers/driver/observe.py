@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Mapping
 from statistics import median
 from typing import cast
 
-from gateway.api.records import GroupRecord, ModelState, ModelTotals, RankRecord, SwitchRecord
+from gateway.api.records import FootprintRecord, GroupRecord, ModelState, ModelTotals, RankRecord, SwitchRecord
 from workers.driver.group import Group
 from workers.driver.pool_state import PoolState
 from workers.driver.residency import STANDING_BY
-from workers.messages import DeviceLoad, Welcome
+from workers.messages import DeviceLoad, HeldShard, Welcome
 
 _UNKNOWN = DeviceLoad(-1.0, 0, 0)
 
@@ -53,6 +54,45 @@ def rank_records(
 def group_records(state: PoolState, unix_offset: float) -> tuple[GroupRecord, ...]:
     """`unix_offset`: what to add to the driver's clock to get Unix time."""
     return tuple(_group_record(group, unix_offset, closing=state.closing) for _, group in sorted(state.groups.items()))
+
+
+def footprint_records(state: PoolState, welcomes: dict[int, Welcome], versions: Mapping[str, str]) -> tuple[FootprintRecord, ...]:
+    """Of the groups that serve from memory; `versions` by engine. What is kept of a group that was parked and woken is alike."""
+    groups = (group for _, group in sorted(state.groups.items()))
+    return tuple(
+        _footprint(group, state.device, welcomes, versions[group.spec.engine])
+        for group in groups
+        if group.state == "ready" and group.op is None and len(group.held) == len(group.ranks) and group.spec.engine in versions
+    )
+
+
+def _footprint(group: Group, device: str, welcomes: dict[int, Welcome], version: str) -> FootprintRecord:
+    placement, spec = group.wanted.placement, group.spec
+    tensor, stages = placement.tensor_parallel, range(placement.pipeline_parallel)
+    types = {welcomes[rank].facts.type if rank in welcomes else "" for rank in group.ranks}
+    shards = [[group.held[rank] for rank in group.ranks[stage * tensor : (stage + 1) * tensor]] for stage in stages]
+    first = shards[0][0]
+    tokens = max(first.kv_blocks * first.kv_block_tokens, 1)
+
+    def most(size_of: Callable[[HeldShard], int]) -> tuple[int, ...]:
+        return tuple(max(map(size_of, stage)) for stage in shards)
+
+    return FootprintRecord(
+        digest=first.digest,
+        engine=spec.engine,
+        version=version,
+        precision=spec.precision,
+        device=device,
+        type=types.pop() if len(types) == 1 else "",
+        tensor_parallel=tensor,
+        pipeline_parallel=placement.pipeline_parallel,
+        batch_tokens=spec.limits.batch_tokens,
+        concurrency=spec.limits.concurrency,
+        context=first.context,
+        weights=most(lambda held: held.bytes.get("weights", 0)),
+        workspace=most(lambda held: sum(size for kind, size in held.bytes.items() if not kind.startswith(("weights", "kv")))),
+        kv_token=most(lambda held: sum(size for kind, size in held.bytes.items() if kind.startswith("kv")) // tokens),
+    )
 
 
 def switch_records(state: PoolState) -> tuple[SwitchRecord, ...]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from workers.driver.heartbeat import Heartbeat
 from workers.driver.launcher import RankLauncher
 from workers.driver.local_ranks import LocalRanks
 from workers.driver.loop import ModelReader, PoolLoop
-from workers.driver.observe import group_records, model_totals, rank_records, switch_records
+from workers.driver.observe import footprint_records, group_records, model_totals, rank_records, switch_records
 from workers.driver.places import LocalPlaces
 from workers.driver.reader import CheckpointReader
 from workers.driver.server import PoolServer
@@ -111,7 +112,7 @@ class PoolDriverReplica:
             raise unavailable(f"pool `{self._pool}`: requests in flight and no step for {self.loop.stalled_s:.0f} s")
 
     def record(self) -> PoolRecord:
-        state = self.loop.core.state
+        state, versions = self.loop.core.state, self._engine_versions()
         return PoolRecord(
             pool=self._pool,
             endpoint=self._server.endpoint,
@@ -132,9 +133,15 @@ class PoolDriverReplica:
             rank_restarts=state.rank_restarts,
             steps=state.steps_done,
             held=sum(map(len, state.held.values())),
+            engine_versions=versions,
+            footprints=footprint_records(state, self.loop.welcomes, versions),
             trtllm=self._engine.record() if "trtllm" in self._spec.engines and self._spec.device == "cuda" else None,
             message=state.message if state.message or state.ranks_up else "its ranks are starting",
         )
+
+    def _engine_versions(self) -> dict[str, str]:
+        features = self._engine.features
+        return {"torch": version("torch")} | ({"trtllm": features.version} if features is not None else {})
 
     def _default_launcher(self) -> RankLauncher:
         config = self.rank_config(self._runtime, self._pool, self._spec)

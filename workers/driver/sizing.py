@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 
 from gateway.api.config import ModelSpec
 from gateway.api.errors import invalid
-from placement.footprint import group_footprint
+from placement.footprint import RankFootprint, group_footprint
 from placement.split import pipeline_parallel_problem, tensor_parallel_problem
-from placement.types import ModelRequest
+from placement.types import Measured, ModelRequest
 from workers.driver.effects import ModelFacts
 from workers.memory.arena import HOST_PAGE_BYTES
 from workers.memory.kv_layout import block_bytes, blocks_for_tokens, stage_layers
@@ -62,9 +62,17 @@ class GroupSizing:
 
 
 def size_group(
-    model: str, spec: ModelSpec, facts: ModelFacts, placement: Placement, device: str, failed_attempts: int = 0
+    model: str,
+    spec: ModelSpec,
+    facts: ModelFacts,
+    placement: Placement,
+    device: str,
+    failed_attempts: int = 0,
+    measured: Measured | None = None,
 ) -> GroupSizing:
-    """YardError(INVALID) when the model cannot be divided this way, or its KV limits do not hold one token block."""
+    """By what was `measured` of earlier loads, else by estimates: as the model was placed. After a failed load by the larger.
+
+    YardError(INVALID) when the model cannot be divided this way, or its KV limits do not hold one token block."""
     # Keys and values are as wide as the activations that they come from.
     shape = replace(facts.shape, kv_bytes_per_element=4 if facts.precision == "fp32" else 2)
     tensor, stages = placement.tensor_parallel, placement.pipeline_parallel
@@ -85,6 +93,10 @@ def size_group(
         batch_tokens=spec.limits.batch_tokens,
     )
     footprints = group_footprint(request, tensor, stages, device)
+    if measured is not None:
+        seen = group_footprint(replace(request, measured=(replace(measured, type=""),)), tensor, stages, device)
+        pairs = zip(seen, footprints, strict=True)
+        footprints = tuple(max(pair, key=_total) for pair in pairs) if failed_attempts else seen
     tokens = spec.kv.block_tokens
     stage_of = {rank: index // tensor for index, rank in enumerate(placement.ranks)}
     sizes = {
@@ -102,15 +114,16 @@ def size_group(
         floor_blocks = min(floor_blocks, wanted)
     if spec.engine == "trtllm":
         wanted = floor_blocks  # told in bytes when it is constructed, and fixed from then on
-    workspace = max(footprint.workspace + footprint.graphs for footprint in footprints)
     more = _MORE_AN_ATTEMPT * failed_attempts
     page = PAGE_BYTES[device]
     budget = {}
     for rank, stage in stage_of.items():
         footprint = footprints[stage]
+        workspace = footprint.workspace + footprint.graphs
+        room = workspace if footprint.measured else int(workspace * (1 + _SLACK_SHARE)) + _SLACK_BYTES
         parts = {
             "kv_floor": pages(floor_blocks * sizes[rank], page),
-            "workspace": pages(int(workspace * (1 + _SLACK_SHARE)) + _SLACK_BYTES, page),
+            "workspace": pages(room, page),
             "communication": pages(footprint.communication, page),
         }
         # Weights get what is left of what was planned: at first a load takes no byte more or less than the plan says.
@@ -127,6 +140,10 @@ def size_group(
         context=context,
         budget=budget,
     )
+
+
+def _total(footprint: RankFootprint) -> int:
+    return footprint.total
 
 
 def pages(size_bytes: int, page_bytes: int = HOST_PAGE_BYTES) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import msgspec
 from pydantic import ValidationError
 
 from gateway.api.config import ModelSpec
 from gateway.api.errors import invalid
 from gateway.api.proto import pool_pb2
+from placement.types import Measured
 from workers.driver.group import Wanted
 from workers.driver.sequence import Request
 from workers.driver.sizing import Placement
@@ -58,6 +60,14 @@ def wanted_of(assignment: pool_pb2.Assignment) -> list[Wanted]:
             spec=spec,
             spec_json=assignment.spec_json,
             placement=Placement(tuple(group.ranks), group.tensor_parallel, group.pipeline_parallel),
+            measured=_measured(assignment.model, group.measured_json),
         )
         for group in assignment.groups
     ]
+
+
+def _measured(model: str, text: str) -> Measured | None:
+    try:
+        return msgspec.json.decode(text, type=Measured) if text else None
+    except msgspec.MsgspecError as error:
+        raise invalid(f"model `{model}`: measured_json is no Measured: {error}", field="measured_json") from error

@@ -173,14 +173,16 @@ class Assignment(_message.Message):
     def __init__(self, model: _Optional[str] = ..., generation: _Optional[int] = ..., spec_json: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[Group, _Mapping]]] = ...) -> None: ...
 
 class Group(_message.Message):
-    __slots__ = ("ranks", "tensor_parallel", "pipeline_parallel")
+    __slots__ = ("ranks", "tensor_parallel", "pipeline_parallel", "measured_json")
     RANKS_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_FIELD_NUMBER: _ClassVar[int]
     PIPELINE_PARALLEL_FIELD_NUMBER: _ClassVar[int]
+    MEASURED_JSON_FIELD_NUMBER: _ClassVar[int]
     ranks: _containers.RepeatedScalarFieldContainer[int]
     tensor_parallel: int
     pipeline_parallel: int
-    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ...) -> None: ...
+    measured_json: str
+    def __init__(self, ranks: _Optional[_Iterable[int]] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., measured_json: _Optional[str] = ...) -> None: ...
 
 class AssignResponse(_message.Message):
     __slots__ = ("fence",)

@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.api.config import ModelSpec, PoolSpec
 from gateway.api.proto.pool_pb2 import Assignment
-from gateway.api.records import ControllerRecord, DesiredObject, GroupRecord, PoolRecord, RankRecord
+from gateway.api.records import ControllerRecord, DesiredObject, FootprintRecord, GroupRecord, PoolRecord, RankRecord
 from gateway.controller.effects import StaleFence, Unreachable
 from gateway.controller.model_requests import AskedModel
 from gateway.controller.pool_digest import deployment_name
@@ -91,6 +91,7 @@ class World:
     sightings: dict[str, AppSight] = field(default_factory=dict)
     held: set[str] = field(default_factory=set)
     stored: tuple[PlacedGroup, ...] | None = None
+    learned: tuple[FootprintRecord, ...] = ()
     record: ControllerRecord | None = None
     events: list[tuple[str, str, str]] = field(default_factory=list)
     loads: list[tuple[str, str]] = field(default_factory=list)  # (pool, model) of every load that began
@@ -161,6 +162,16 @@ class World:
             return False
         self.stored = groups
         self._done("save")
+        return True
+
+    async def footprints(self) -> tuple[FootprintRecord, ...]:
+        return self.learned
+
+    async def save_footprints(self, footprints: tuple[FootprintRecord, ...]) -> bool:
+        if self.lease_lost:
+            return False
+        self.learned = footprints
+        self._done("learn")
         return True
 
     async def report(self, record: ControllerRecord) -> None:

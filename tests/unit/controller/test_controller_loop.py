@@ -10,10 +10,12 @@ import pytest
 from fleet import Crash, KnownCheckpoints, World, model_spec, pool_spec
 from valkey_server import ValkeyServer
 
+from gateway.api.records import FootprintRecord
 from gateway.api.tasks import cancelled
 from gateway.controller.effects import StaleFence, Unreachable
 from gateway.controller.loop import STUCK_S, ControllerLoop
 from gateway.controller.situation import DRAIN_S, LOST_S
+from gateway.state.footprint_record import load_footprints, save_footprints
 from gateway.state.lease import Lease
 from gateway.state.store import SiteStore
 from placement.types import PlacedGroup
@@ -414,3 +416,30 @@ async def test_an_empty_store_is_no_reason_to_take_anything_down(controllers: Co
     await controllers.lease.release()
     await others.passes()
     assert not [effect for effect in fresh.effects if effect != "report"]
+
+
+async def test_what_loads_took_outlives_controllers_and_drivers(controllers: Controllers, store: SiteStore) -> None:
+    """In the store, and written by the controller that holds the lease alone."""
+    world = controllers.world
+    world.want("Pool", "p", pool_spec())
+    world.want("Model", "m", model_spec())
+    await controllers.settle()
+    seen = FootprintRecord("d", "torch", "2", "auto", "cpu", "", 1, 1, 512, 1, 256, (2**28,), (2**20,), (64,))
+    spec, record = world.running["p"]
+    world.running["p"] = (spec, msgspec.structs.replace(record, footprints=(seen,)))
+    world.show()
+    await controllers.passes(2)
+    assert world.learned == (seen,)
+    assert world.effects.count("learn") == 1
+    world.running["p"] = (spec, record)  # a driver that holds nothing any more
+    world.show()
+    await controllers.restart()
+    await controllers.passes(2)
+    assert world.learned == (seen,)
+    assert await controllers.lease.hold()
+    assert await save_footprints(store, controllers.lease, (seen,))
+    await controllers.lease.release()
+    assert not await save_footprints(store, controllers.lease, ())
+    assert await load_footprints(store) == (seen,)
+    await store.redis.set(store.keys.footprints, b'[{"of": "another version"}]')
+    assert await load_footprints(store) == ()

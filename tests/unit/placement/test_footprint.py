@@ -7,7 +7,7 @@ import pytest
 import torch
 from meta_models import TINY, meta_model, shape_of, tiny
 
-from placement.footprint import group_footprint, kv_bytes, weight_bytes
+from placement.footprint import PAGE_BYTES, group_footprint, kv_bytes, weight_bytes
 from placement.split import VOCABULARY_ALIGNMENT, tensor_parallel_problem
 from placement.types import Measured, ModelRequest, ModelShape
 from workers.memory.kv_layout import block_bytes, stage_layers
@@ -176,13 +176,22 @@ def test_what_was_measured_replaces_the_estimate_of_the_same_sort_only() -> None
     seen = Measured("torch", "auto", 1, 2, "cpu", weights=(111, 222), workspace=(3, 4))
     request = ModelRequest("m", shape, context=64, measured=(seen,))
     stages = group_footprint(request, 1, 2, "cpu")
-    assert [(stage.weights, stage.workspace, stage.communication, stage.slack) for stage in stages] == [
-        (111, 3, 0, 0),
-        (222, 4, 0, 0),
+    assert [(stage.weights, stage.workspace, stage.communication, stage.measured) for stage in stages] == [
+        (111, 3, 0, True),
+        (222, 4, 0, True),
     ]
+    assert all(stage.total % PAGE_BYTES["cpu"] == 0 for stage in stages)
     plain = dataclasses.replace(request, measured=())
     assert [stage.kv_floor for stage in stages] == [stage.kv_floor for stage in group_footprint(plain, 1, 2, "cpu")]
     for other in (dataclasses.replace(request, precision="fp32"), dataclasses.replace(request, engine="trtllm")):
         assert group_footprint(other, 1, 2, "cpu")[0].weights != 111
     assert group_footprint(request, 1, 1, "cpu") == group_footprint(plain, 1, 1, "cpu")
     assert group_footprint(request, 1, 2, "cuda") == group_footprint(plain, 1, 2, "cuda")
+
+
+def test_what_was_measured_counts_on_its_type_of_gpu_only() -> None:
+    seen = Measured("torch", "auto", 1, 1, "cuda", weights=(111,), workspace=(3,), type="H200")
+    request = ModelRequest("m", shape_of(tiny("llama")), context=64, measured=(seen,))
+    assert group_footprint(request, 1, 1, "cuda", "H200")[0].measured
+    assert not group_footprint(request, 1, 1, "cuda", "L4")[0].measured
+    assert not group_footprint(request, 1, 1, "cuda")[0].measured  # it may go to either
