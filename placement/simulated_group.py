@@ -3,6 +3,9 @@
 All running sequences get a token each step, so one counter of steps stands for all of them: a sequence ends when the counter
 has grown by its output tokens. Between two events the step takes the same time, so the counter grows evenly. A prompt that
 is being computed takes what the step's token budget leaves beside the decodes, one prompt after the other.
+
+Groups that are busy on one device have its time in equal parts over time, step by step in turns. The flow knows that as half
+the pace; a prompt's own step, once begun, runs whole, and waits for one step of each of the others before it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ NEVER = float("inf")
 class Job:
     """One request on its way. Times are those of the simulation."""
 
-    __slots__ = ("arrived_s", "ends_at_step", "first_s", "group", "kv_tokens", "late_s", "model", "output", "prompt")
+    __slots__ = ("arrived_s", "began_s", "ends_at_step", "first_s", "group", "kv_tokens", "late_s", "model", "output", "prompt")
 
     def __init__(self, arrived_s: float, model: int, prompt: int, output: int) -> None:
         self.arrived_s = arrived_s
@@ -26,6 +29,7 @@ class Job:
         self.prompt = prompt
         self.output = output
         self.first_s = 0.0
+        self.began_s = 0.0  # it left the queue of its group
         self.late_s = 0.0  # it comes while a step runs, and waits half of it on average: all its tokens are so much later
         self.ends_at_step = 0.0
         self.kv_tokens = prompt + output
@@ -46,6 +50,7 @@ class SimulatedGroup:
         "_steps",
         "base_s",
         "batch_tokens",
+        "beside",
         "busy_s",
         "concurrency",
         "index",
@@ -84,6 +89,7 @@ class SimulatedGroup:
         self.kv_tokens = 0
         self.state = "ready"  # as residency has it: ready, parking, parked, waking
         self.share = 1.0  # of its devices' time
+        self.beside: tuple[SimulatedGroup, ...] = ()  # groups that share a device with it
         self.waiting: deque[Job] = deque()
         self.prefilling: deque[Job] = deque()
         self._running: list[tuple[float, int, Job]] = []
@@ -124,6 +130,24 @@ class SimulatedGroup:
         job.group = self
         self.waiting.append(job)
 
+    def rest_s(self) -> float:
+        """What is left, on average, of the step that runs on its devices. Its own one with a prompt in it is not counted: those
+        are computed one after the other, and the flow knows of it."""
+        own = self._step_s if self.busy else 0.0
+        cycle, squares = own, 0.0 if self.prefilling else own * own
+        for other in self.beside:
+            if other.busy:
+                cycle += other._step_s
+                squares += other._step_s**2
+        return squares / (2 * cycle) if cycle else 0.0
+
+    def _early_s(self) -> float:
+        """By how much the flow is behind a step that has just ended: it ran whole, after one of each that is busy beside it."""
+        behind = self._step_s / self.share - self._step_s
+        if behind <= 0.0:
+            return 0.0
+        return max(behind - sum(other._step_s for other in self.beside if other.busy), 0.0)
+
     def admit(self) -> None:
         """Of those that wait, as many as its limits let in."""
         waiting = self.waiting
@@ -133,6 +157,7 @@ class SimulatedGroup:
             and (self.kv_tokens + waiting[0].kv_tokens <= self.kv_limit or not self.kv_tokens)
         ):
             job = waiting.popleft()
+            job.began_s = self._now
             self.kv_tokens += job.kv_tokens
             if not self.prefilling:
                 self._head_left = job.prompt
@@ -164,8 +189,7 @@ class SimulatedGroup:
         while self.prefilling and self._head_left <= 1e-6:
             job = self.prefilling.popleft()
             self._prompt_tokens -= job.prompt
-            job.first_s = now
-            job.late_s = self._step_s / self.share / 2
+            job.first_s = min(now, max(now - self._early_s(), job.began_s + self._step_s))
             if self.prefilling:
                 self._head_left += self.prefilling[0].prompt
             if job.output <= 1:

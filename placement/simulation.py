@@ -79,6 +79,9 @@ class Simulation:
         self.memory = SimulatedMemory(snapshot.devices, self._at)
         for placed in sorted(plan.groups, key=lambda group: (group.model, group.pool, group.ranks)):
             self._enter(placed, snapshot.devices, devices)
+        for group in self._groups:
+            others = {other.index: other for place in group.places for other in self._on[place] if other is not group}
+            group.beside = tuple(others.values())
         for model in self._by_index:
             model.room = OVERCOMMIT * model.request.concurrency * len(model.groups)
         self._recorder = Recorder(requests, len(snapshot.devices), self._settings.slo, self._settings.sample_s)
@@ -169,9 +172,12 @@ class Simulation:
     def _start(self, group: SimulatedGroup, job: Job, now: float) -> None:
         was_busy = group.busy
         group.advance(now)
+        rest_s = group.rest_s()
         group.add(job)
         group.used_s = now
         group.admit()
+        if not group.waiting:
+            job.late_s = rest_s
         if group.busy != was_busy:
             self._share(group, now)
         self._schedule(group)

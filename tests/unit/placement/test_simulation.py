@@ -58,9 +58,26 @@ def test_one_request_takes_what_its_tokens_take() -> None:
     outcome = run(ONE, (served(),), Arrival(1.0, "m", 100, 11))
     (row,) = outcome.models
     step_s = SPEED.base_s + 100 * SPEED.prompt_token_s
-    assert row.first_token_p50_s == pytest.approx(1.5 * step_s)  # a step that began half a step after it came
+    assert row.first_token_p50_s == pytest.approx(step_s)
     assert outcome.seconds == pytest.approx(1.0 + step_s + 10 * SPEED.token_s(1))
     assert row.output_tokens == 11
+
+
+def test_a_prompt_waits_for_half_of_the_step_that_runs() -> None:
+    long, short = Arrival(0.0, "m", 1, 900), Arrival(1.0, "m", 100, 1)
+    (row,) = run(ONE, (served(),), long, short).models
+    step_s = SPEED.base_s + 100 * SPEED.prompt_token_s + SPEED.sequence_s
+    assert row.first_token_p99_s == pytest.approx(SPEED.token_s(1) / 2 + step_s)
+
+
+def test_a_prompt_waits_for_single_steps_of_models_on_the_same_device() -> None:
+    """Half of one that runs, and one more: not for half of the time until its own step is done."""
+    trace = Arrival(0.0, "a", 1, 900), Arrival(1.0, "b", 100, 1)
+    rows = run(ONE, (served("a"), served("b")), *trace).models
+    prompt = next(row for row in rows if row.model == "b")
+    step_s = SPEED.base_s + 100 * SPEED.prompt_token_s
+    assert prompt.first_token_p50_s == pytest.approx(1.5 * SPEED.token_s(1) + step_s)
+    assert 1.5 * SPEED.token_s(1) < step_s
 
 
 def test_sequences_of_a_batch_share_the_fixed_part_of_a_step() -> None:
