@@ -13,9 +13,9 @@ from pathlib import Path
 from gateway.api.checkpoint import open_checkpoint
 from gateway.api.errors import invalid, unavailable
 from gateway.api.trtllm.features import Features
+from gateway.api.trtllm.manifest import Manifest
 from gateway.artifacts import run_quantize
 from gateway.artifacts.calibration import CalibrationSet
-from gateway.artifacts.manifest import Manifest
 from gateway.artifacts.store import ArtifactStore
 
 Progress = Callable[[float, str], None]

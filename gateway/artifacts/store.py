@@ -9,7 +9,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from gateway.artifacts.manifest import Manifest, read_manifest, write_manifest
+from gateway.api.trtllm.manifest import Manifest, read_manifest, write_manifest
 
 
 class ArtifactStore:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from gateway.api.checkpoint import open_checkpoint
+from gateway.api.checkpoint import open_checkpoint, resolve
 from gateway.api.config import EngineSpec, ModelSpec
 from gateway.api.errors import YardError
 from gateway.api.proto.admin_pb2 import Placement
@@ -14,6 +14,7 @@ from gateway.api.records import PoolRecord
 from gateway.api.trtllm.arguments import problems
 from gateway.api.trtllm.demand import demand_of
 from gateway.api.trtllm.features import park_method
+from gateway.api.trtllm.manifest import refuse_misfit
 from gateway.state.view import ModelEntry
 
 
@@ -45,6 +46,7 @@ def _judge(row: Placement, spec: ModelSpec, pool: PoolRecord | None, cache_dir: 
         return [engine.problem or "its TensorRT-LLM is still being asked what it can do"], []
     settings = EngineSpec.model_validate_json(engine.settings_json)
     try:
+        refuse_misfit(row.model, resolve(spec.source), engine.features)
         checkpoint = open_checkpoint(spec.source, cache_dir)
         found = problems(demand_of(row.model, spec, checkpoint, 1, len(row.ranks)), engine.features, settings)
     except YardError as error:

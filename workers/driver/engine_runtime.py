@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.api.checkpoint import open_checkpoint
+from gateway.api.checkpoint import open_checkpoint, resolve
 from gateway.api.checkpoint.checkpoint import Checkpoint
 from gateway.api.config import EngineSpec, ModelSpec
 from gateway.api.errors import YardError, unavailable
@@ -17,6 +17,7 @@ from gateway.api.records import TrtllmRecord
 from gateway.api.trtllm.arguments import Arguments, arguments
 from gateway.api.trtllm.demand import demand_of
 from gateway.api.trtllm.features import Features
+from gateway.api.trtllm.manifest import refuse_misfit
 from workers.driver.engine_launch import boot_command, environment
 from workers.driver.engine_seats import EngineSeat, Place
 from workers.messages import LoadShard
@@ -78,15 +79,21 @@ class EngineRuntime:
     async def check(self, model: str, spec: ModelSpec) -> None:
         """YardError names what this version or this checkpoint lacks; before anything is reserved or stopped for it."""
         features = await self.known_features()
-        checkpoint = await asyncio.to_thread(open_checkpoint, spec.source, self._cache_dir)
+        checkpoint = await asyncio.to_thread(self._open, model, spec, features)
         arguments(demand_of(model, spec, checkpoint, 1, 1), features, self.settings)
 
     async def arguments_for(self, command: LoadShard, spec: ModelSpec, place: Place) -> tuple[Arguments, Checkpoint]:
         """YardError names what this version or this checkpoint lacks."""
         features = await self.known_features()
-        checkpoint = await asyncio.to_thread(open_checkpoint, spec.source, self._cache_dir)
+        degrees = (command.tensor_parallel, command.pipeline_parallel)
+        checkpoint = await asyncio.to_thread(self._open, command.model, spec, features, degrees)
         kv_bytes = command.budget["kv_floor"]
         demand = demand_of(command.model, spec, checkpoint, command.tensor_parallel, command.pipeline_parallel)
         tokens = command.kv_floor_blocks * command.kv_block_tokens
         demand = replace(demand, kv_bytes=kv_bytes, kv_tokens=tokens, ranks_on_node=len(place.devices))
         return arguments(demand, features, self.settings), checkpoint
+
+    def _open(self, model: str, spec: ModelSpec, features: Features, degrees: tuple[int, int] | None = None) -> Checkpoint:
+        """YardError for an artifact that was made for another machine or version."""
+        refuse_misfit(model, resolve(spec.source), features, degrees)
+        return open_checkpoint(spec.source, self._cache_dir)

@@ -10,12 +10,16 @@ import msgspec
 import pytest
 
 from gateway.api.checkpoint import open_checkpoint
+from gateway.api.config import EngineSpec, ModelSpec
 from gateway.api.errors import YardError
 from gateway.api.trtllm.features import Features
+from gateway.api.trtllm.manifest import Manifest, mismatches, read_manifest, refuse_misfit, write_manifest
 from gateway.artifacts.calibration import CalibrationSet, read_calibration
 from gateway.artifacts.making import build, quantize
-from gateway.artifacts.manifest import Manifest, mismatches, read_manifest, refuse_misfit
 from gateway.artifacts.store import ArtifactStore
+from workers.driver.engine_runtime import EngineRuntime
+from workers.driver.engine_seats import LocalSeat
+from workers.messages import LoadShard
 
 HERE = Features("1.2.1", cuda="13.1", compute_capability="9.0", commands=("trtllm-build",))
 LIMITS = {"max_batch_size": 8, "max_num_tokens": 2048, "max_seq_len": 4096}
@@ -79,14 +83,38 @@ def test_what_fails_leaves_nothing_that_looks_done(tmp_path: Path) -> None:
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
-def test_an_engine_of_another_machine_is_refused_with_what_differs_and_the_way_out() -> None:
+def test_an_engine_of_another_machine_is_refused_with_what_differs_and_the_way_out(tmp_path: Path) -> None:
     elsewhere = {"trtllm": "1.2.0", "cuda": "12.9", "compute_capability": "8.0", "tensor_parallel": 2}
     engine = Manifest("engine", "/models/ckpt", "d", "FP8", limits=LIMITS, **elsewhere)
-    assert len(mismatches(engine, HERE)) == 4
+    assert len(mismatches(engine, HERE, (1, 1))) == 4
+    assert len(mismatches(engine, HERE)) == 3
+    write_manifest(tmp_path, engine)
     with pytest.raises(YardError, match=r"capability 8.0, here is 9.0.*yard engine build /models/ckpt --tensor-parallel 1"):
-        refuse_misfit("m", Path("/store/x"), engine, HERE, 1, 1)
+        refuse_misfit("m", tmp_path, HERE, (1, 1))
+    with pytest.raises(YardError, match="this version builds none: give the original"):
+        refuse_misfit("m", tmp_path, Features("1.4.0rc1", compute_capability="9.0"))
     fits = msgspec.structs.replace(engine, trtllm="1.2.1", cuda="13.1", compute_capability="9.0", tensor_parallel=1)
-    assert mismatches(fits, HERE) == []
+    assert mismatches(fits, HERE, (1, 1)) == []
+
+
+async def test_a_pool_refuses_an_artifact_that_its_gpus_cannot_compute(
+    tmp_path: Path, environment: Callable[..., Path], checkpoint: Path
+) -> None:
+    """By what the installed version says of itself and its GPU, before anything is stopped or reserved for it."""
+    runtime = EngineRuntime(EngineSpec(python=str(environment("1.4.0rc1", import_s=0))), LocalSeat(tmp_path), tmp_path)
+    spec = ModelSpec.model_validate({"source": f"file:{checkpoint}", "engine": "trtllm", "kv": {"block_tokens": 32}})
+    write_manifest(checkpoint, Manifest("quantized", "file:/models/a", "d", "FP8"))
+    await runtime.check("m", spec)
+    write_manifest(checkpoint, Manifest("quantized", "file:/models/a", "d", "NVFP4"))
+    found = r"NVFP4 needs compute capability 10.0, here is 9.0.*yard engine quantize file:/models/a --format W4A16_AWQ"
+    with pytest.raises(YardError, match=found):
+        await runtime.check("m", spec)
+    load = LoadShard(
+        op=1, group_id=1, model="m", spec_json=spec.model_dump_json(), ranks=(0,), tensor_parallel=1, pipeline_parallel=1,
+        budget={"kv_floor": 2**20}, kv_floor_blocks=1, kv_ceiling_blocks=4, kv_block_tokens=32,
+    )  # fmt: skip
+    with pytest.raises(YardError, match=found):
+        await runtime.arguments_for(load, spec, await runtime.seat.place((0,)))
 
 
 def test_quantize_writes_a_checkpoint_that_is_recognised(

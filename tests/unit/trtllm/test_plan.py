@@ -11,6 +11,7 @@ from gateway.api.config import EngineSpec, ModelSpec, PoolSpec
 from gateway.api.proto.admin_pb2 import Placement
 from gateway.api.records import PoolRecord, SwitchRecord, TrtllmRecord
 from gateway.api.trtllm.features import Features
+from gateway.api.trtllm.manifest import Manifest, write_manifest
 from gateway.controller.model_requests import AskedModel
 from gateway.controller.placing import snapshot_of
 from gateway.controller.situation import PoolSight
@@ -48,6 +49,13 @@ async def test_what_the_version_lacks_is_said_before_anything_is_stopped(checkpo
     assert (await noted(checkpoint, tmp_path, FEATURES)).action == "load"
     broken = await noted(checkpoint, tmp_path, None, "TensorRT-LLM cannot be asked what it can do: no libcuda")
     assert (broken.action, broken.reasons) == ("none", ["TensorRT-LLM cannot be asked what it can do: no libcuda"])
+
+
+async def test_a_plan_refuses_an_artifact_of_another_machine(checkpoint: Path, tmp_path: Path) -> None:
+    write_manifest(checkpoint, Manifest("engine", "/models/ckpt", "d", "bf16", trtllm="1.2.1", compute_capability="8.0"))
+    row = await noted(checkpoint, tmp_path, FEATURES)
+    assert row.action == "none"
+    assert "built by TensorRT-LLM 1.2.1, here is 1.4.0rc1" in row.reasons[0]
 
 
 async def test_a_plan_says_what_a_switch_costs_where_the_version_cannot_park(checkpoint: Path, tmp_path: Path) -> None:
