@@ -1,4 +1,4 @@
-"""engine check, and the other commands on engines: whether a model answers as its reference does."""
+"""check, and the other commands on engines: whether a model answers as its reference does."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ def register(app: typer.Typer) -> None:
     for command in (check, engine_artifacts.quantize, engine_artifacts.build):
         group.command()(command)
     app.add_typer(group, name="engine")
+    app.command()(check)
 
 
 def check(
