@@ -1,10 +1,14 @@
-"""Two thousand malformed requests, drawn from a seed: each is the client's fault and is told so, and nothing is left behind."""
+"""Two thousand malformed inputs, drawn from a seed: each is the client's fault and is told so, and nothing is left behind.
+
+MODELYARD_FUZZ=5 makes it ten thousand.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
+import os
 import random
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -15,19 +19,25 @@ import grpc
 import httpx
 import pytest
 import tokenizer_files
+import yaml
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from lone_gateway import LoneGateway, until
 from scripted_pool import ScriptedPool, SubmittedSequence
 
+from gateway.api.errors import ErrorCode, YardError
+from gateway.api.manifest import read_text
 from gateway.api.proto import inference_pb2 as pb
+from gateway.api.proto import kserve_pb2 as kserve
 from gateway.api.proto.pool_pb2 import Logprob
 
 SEED = 20_261_130
-HTTP_REQUESTS = 1_100
-RAW_REQUESTS = 200
-GRPC_REQUESTS = 700
+TIMES = int(os.environ.get("MODELYARD_FUZZ", "1"))
+HTTP_REQUESTS = 900 * TIMES
+RAW_REQUESTS = 200 * TIMES
+GRPC_REQUESTS = 700 * TIMES
+MANIFESTS = 200 * TIMES
 AT_ONCE = 8
 
 FINE_HTTP = {200, 400, 401, 403, 404, 405, 429, 431, 503, 504}
@@ -52,6 +62,10 @@ FIELDS = [
 HEADERS = ["x-modelyard-timeout-ms", "x-request-id", "traceparent", "authorization", "modelyard-tenant", "modelyard-priority",
            "modelyard-quality", "content-type", "accept"]  # fmt: skip
 HEADER_VALUES = ["", "0", "1", "-1", "²".encode("latin-1"), b"\xff\xfe", "9" * 300, "x" * 3_000, "fast", "Bearer x", "1.5"]
+KINDS = ["Model", "Route", "Pool", "Instance", "", "model"]
+SPEC_FIELDS = ["source", "limits", "targets", "defaults", "engine", "precision", "nodes", "gpus", "models", "unknown"]
+TENSORS = ["text_input", "max_tokens", "stream", "stop_words", "temperature", "top_k", "top_p", "random_seed", "input_ids", "x"]
+DATATYPES = ["BYTES", "INT32", "INT64", "UINT32", "UINT64", "FP32", "FP64", "BOOL", "FP16", "", "bytes"]
 GENERATING = ["/v1/completions", "/v1/chat/completions"]
 PATHS = [*GENERATING * 8, "/v1/models", "/v1/models/%00", "/v1/models/" + "z" * 9_000, "/v1//", "/"]
 
@@ -142,6 +156,32 @@ async def test_malformed_requests(lone: LoneGateway, caplog: pytest.LogCaptureFi
     assert answer.usage.completion_tokens == 3
 
 
+def test_malformed_manifests() -> None:
+    """Each is read, or refused as invalid with the file named; nothing else is raised."""
+    rng = random.Random(SEED)
+    refused = 0
+    for _ in range(MANIFESTS):
+        text = _scratched(rng, _manifest(rng).encode()).decode("utf-8", "replace")
+        try:
+            read_text(text, "x.yaml")
+        except YardError as error:
+            told = error
+        else:
+            continue
+        assert told.code is ErrorCode.INVALID, text
+        assert "x.yaml" in told.message, (text, told.message)
+        refused += 1
+    assert refused > MANIFESTS // 2
+
+
+def _manifest(rng: random.Random) -> str:
+    spec = {rng.choice(SPEC_FIELDS): rng.choice(VALUES) for _ in range(rng.randint(0, 3))}
+    document = {"apiVersion": "modelyard/v1", "kind": rng.choice(KINDS), "metadata": {"name": "m"}, "spec": spec}
+    if rng.random() < 0.3:
+        document[rng.choice(("apiVersion", "kind", "metadata", "spec", "more"))] = rng.choice(VALUES)
+    return json.dumps(document, indent=1) if rng.random() < 0.3 else yaml.safe_dump(document, allow_unicode=True)
+
+
 def _http_request(rng: random.Random) -> tuple[str, str, list[tuple[str, str | bytes]], bytes]:
     body: dict[str, Any] = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
     for _ in range(rng.randint(1, 4)):
@@ -177,7 +217,7 @@ def _raw_request(rng: random.Random) -> bytes:
 
 async def _call(rng: random.Random, lone: LoneGateway) -> grpc.StatusCode:
     method, request_type, response_type, streams = rng.choice(METHODS)
-    request = _message(rng, request_type)
+    request = _infer(rng) if request_type is kserve.ModelInferRequest else _message(rng, request_type)
     raw = request.SerializeToString()
     if rng.random() < 0.2:
         raw = _scratched(rng, raw)
@@ -186,11 +226,14 @@ async def _call(rng: random.Random, lone: LoneGateway) -> grpc.StatusCode:
         for _ in range(rng.choice((0, 0, 1, 2)))
         if isinstance(value := rng.choice(HEADER_VALUES), str)
     ]
-    make = lone.channel.unary_stream if streams else lone.channel.unary_unary
+    both = method.endswith("/ModelStreamInfer")
+    one = lone.channel.unary_stream if streams else lone.channel.unary_unary
+    make = lone.channel.stream_stream if both else one
     call = make(method, request_serializer=bytes, response_deserializer=response_type.FromString)
-    timeout = rng.choice((None, 5.0, 5.0, 0.001, 0.0, 2.0**23))
+    # A client of gRPC calls it INTERNAL itself when a deadline ends a call whose requests it still sends.
+    timeout = rng.choice((None, 5.0, 2.0**23) if both else (None, 5.0, 5.0, 0.001, 0.0, 2.0**23))
     try:
-        answer = call(raw, timeout=timeout, metadata=tuple(metadata))
+        answer = call(iter([raw]) if both else raw, timeout=timeout, metadata=tuple(metadata))
         if streams:
             async for _ in answer:
                 pass
@@ -201,6 +244,19 @@ async def _call(rng: random.Random, lone: LoneGateway) -> grpc.StatusCode:
         code, details = error.code(), error.details()
     assert code not in WRONG_GRPC, f"{method} {raw[:300]!r} {metadata} {timeout}: {code} {details}"
     return code
+
+
+def _infer(rng: random.Random) -> kserve.ModelInferRequest:
+    """Triton tensors: shapes, types and bytes that often do not go together."""
+    request = kserve.ModelInferRequest(model_name="m" if rng.random() < 0.9 else "x")
+    for name in rng.sample(TENSORS, rng.randint(0, 4)):
+        shape = [rng.choice((0, 1, 1, 1, 2, -1, 2**62)) for _ in range(rng.choice((0, 1, 1, 2, 2, 3)))]
+        tensor = request.inputs.add(name=name, datatype=rng.choice(DATATYPES), shape=shape)
+        if rng.random() < 0.5:
+            tensor.contents.CopyFrom(_message(rng, kserve.InferTensorContents))
+        else:
+            request.raw_input_contents.append(rng.choice(RAW_CONTENTS))
+    return request
 
 
 def _message(rng: random.Random, kind: type[Message]) -> Message:
@@ -219,6 +275,8 @@ def _message(rng: random.Random, kind: type[Message]) -> Message:
                 getattr(message, field.name).CopyFrom(inner[0])
             continue
         values = [value for value in _SCALARS[field.cpp_type] if field.cpp_type != FieldDescriptor.CPPTYPE_UINT64 or value >= 0]
+        if field.type == FieldDescriptor.TYPE_BYTES:
+            values = RAW_CONTENTS
         if field.is_repeated:
             getattr(message, field.name).extend(rng.choices(values, k=rng.choice((1, 3, 30))))
         else:
@@ -226,6 +284,7 @@ def _message(rng: random.Random, kind: type[Message]) -> Message:
     return message
 
 
+RAW_CONTENTS = [b"", b"x", b"\1\0\0\0x", b"\xff\xff\xff\xff", b"\x03\0\0\0x", b"\1\0\0\0\xff", b"\1\0\0\0", b"\0" * 8]
 _WHOLE = [0, 1, 2, 17, 300, 70_000, 2**31, 2**32 - 1]
 _SCALARS: dict[int, list[Any]] = {
     FieldDescriptor.CPPTYPE_STRING: ["", "x", "m", "\x00", "user", "<|im_end|>", "é" * 9_000, "z" * 300, "\ufdd0", "²"],
@@ -238,6 +297,7 @@ _SCALARS: dict[int, list[Any]] = {
     FieldDescriptor.CPPTYPE_DOUBLE: [0.0, 1e300, float("nan")],
     FieldDescriptor.CPPTYPE_ENUM: [0],
 }
+_TRITON = "/inference.GRPCInferenceService/"
 _INFERENCE = "/modelyard.v1.Inference/"
 METHODS: list[tuple[str, Any, Any, bool]] = [
     (_INFERENCE + "Generate", pb.GenerateRequest, pb.GenerateResponse, False),
@@ -246,5 +306,9 @@ METHODS: list[tuple[str, Any, Any, bool]] = [
     (_INFERENCE + "ChatStream", pb.ChatRequest, pb.GenerateChunk, True),
     (_INFERENCE + "Tokenize", pb.TokenizeRequest, pb.TokenizeResponse, False),
     (_INFERENCE + "Detokenize", pb.DetokenizeRequest, pb.DetokenizeResponse, False),
+    (_TRITON + "ModelInfer", kserve.ModelInferRequest, kserve.ModelInferResponse, False),
+    (_TRITON + "ModelStreamInfer", kserve.ModelInferRequest, kserve.ModelStreamInferResponse, True),
+    (_TRITON + "ModelMetadata", kserve.ModelMetadataRequest, kserve.ModelMetadataResponse, False),
+    (_TRITON + "ModelConfig", kserve.ModelConfigRequest, kserve.ModelConfigResponse, False),
     ("/grpc.health.v1.Health/Check", HealthCheckRequest, HealthCheckResponse, False),
 ]
