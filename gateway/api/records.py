@@ -226,6 +226,7 @@ class Keys:
         self.observed = f"{self.prefix}:observed"  # channel: "pool:NAME" or "gateway:ID" whose record changed
         self.pools = f"{self.prefix}:pools"  # set of names that have or had a heartbeat
         self.gateways = f"{self.prefix}:gateways"
+        self.written = f"{self.prefix}:written"  # by who tries whether the store takes writes
         self.controller = f"{self.prefix}:controller"  # ControllerRecord, with TTL
         self.lease = f"{self.prefix}:lease:controller"
         self.placement = f"{self.prefix}:placement"  # the controller's: which groups belong where

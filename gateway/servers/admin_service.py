@@ -248,14 +248,18 @@ class AdminService(AdminServicer):
         return Readiness((await self._store.observed()).pools.values())
 
     async def _read(self, context: Context) -> tuple[Snapshot, Observed]:
+        view = self.view
         try:
-            return await self._store.snapshot(), await self._store.observed()
+            snapshot, observed = await self._store.snapshot(), await self._store.observed()
         except LOST as error:
-            if not self.view.revision:
+            if not view.revision:
                 raise refused(error, "the site has not been read yet") from error
             context.set_trailing_metadata((("modelyard-degraded", "true"),))
-            view = self.view
             return view.desired, Observed(view.pools, view.gateways, view.controller)
+        if view.degraded:  # the heartbeats of a store that takes none expire
+            pools, gateways = {**view.pools, **observed.pools}, {**view.gateways, **observed.gateways}
+            observed = Observed(pools, gateways, observed.controller or view.controller)
+        return snapshot, observed
 
 
 def _safe(edit: Edit, pools: Mapping[str, PoolRecord]) -> Edit:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 
 import msgspec
 from redis.asyncio.client import PubSub
+from redis.exceptions import ResponseError
 
 from gateway.api.records import HEARTBEAT_S, HEARTBEAT_TTL_S
 from gateway.state.connection import LOST
@@ -37,6 +38,9 @@ class SiteFeed:
     5. Any failure: the view keeps what it has and is degraded (rule 12); begin again at 1. For HEARTBEAT_TTL_S after that,
        missing heartbeats remove nothing, since their senders are only coming back as well.
 
+    6. A store that answers but takes no writes (its disk is full) is asked each HEARTBEAT_S to take one: while it refuses, the
+       view is degraded, and heartbeats that expire remove nothing, since nobody can send new ones.
+
     What the store has lost and this process still holds is given back to it (the higher generation wins), as after a failover
     to a replica that lagged. A store that was emptied is another store, and nothing is written into that by itself: the view
     keeps what it has and is degraded until somebody restores (or gives up) what was there.
@@ -49,6 +53,7 @@ class SiteFeed:
         # Revision and identity of the last reading; the revision is less than the view's when the store lost writes.
         self._stored = (-1, "")
         self._keep_until = 0.0
+        self._refusal = ""  # of writes
         self._actor = f"feed of {socket.gethostname()}"
 
     async def run(self) -> None:
@@ -57,6 +62,7 @@ class SiteFeed:
                 await self._follow()
             except (*LOST, msgspec.MsgspecError) as error:
                 self._lost(error)
+                await self._store.forget_connections()
             await asyncio.sleep(random.uniform(0.5, 1.0) * RETRY_S)
 
     async def _follow(self) -> None:
@@ -64,9 +70,8 @@ class SiteFeed:
         changes = keys.changes.encode()
         async with self._subscription(keys.changes, keys.observed) as pubsub:
             await self._read_desired()
+            await self._try_write()
             await self._read_observed()
-            if not self._view.replaced:
-                self._view.set_degraded(None)
             next_tick, next_resync = self._after(HEARTBEAT_S), self._after(self._resync_s)
             while True:
                 message = await pubsub.get_message(timeout=max(next_tick - time.monotonic(), 0.001))
@@ -79,6 +84,7 @@ class SiteFeed:
                 if now >= next_tick:
                     if await self._store.version() != self._stored:
                         await self._read_desired()
+                    await self._try_write()
                     await self._read_observed()
                     next_tick = self._after(HEARTBEAT_S)
 
@@ -128,7 +134,23 @@ class SiteFeed:
         self._view.apply_desired(newest(held, stored))
         if self._view.replaced:
             self._view.replaced = False
-            self._view.set_degraded(None)
+            self._judge()
+
+    async def _try_write(self) -> None:
+        try:
+            await self._store.try_write()
+        except ResponseError as error:
+            if not self._refusal:
+                log.warning("the store takes no writes: %s; what is held is served, and no heartbeat is missed", error)
+            self._refusal = f"the store takes no writes: {error}"
+            self._keep_until = time.monotonic() + HEARTBEAT_TTL_S
+        else:
+            self._refusal = ""
+        self._judge()
+
+    def _judge(self) -> None:
+        if not self._view.replaced:
+            self._view.set_degraded(self._refusal or None)
 
     def _replaced(self, held: Snapshot) -> None:
         if not self._view.replaced:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
 import uuid
@@ -13,10 +14,11 @@ from typing import Any, cast
 
 import msgspec
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from gateway.api.config import DESIRED_KINDS
 from gateway.api.errors import ErrorCode, YardError
-from gateway.api.records import ControllerRecord, DesiredObject, GatewayRecord, Keys, PoolRecord
+from gateway.api.records import HEARTBEAT_TTL_S, ControllerRecord, DesiredObject, GatewayRecord, Keys, PoolRecord
 from gateway.state.connection import LOST, open_calls, open_waits, refused
 from gateway.state.edits import Put, Write, apply_edit, delete_edit, rollback_edit, switch_edit
 from gateway.state.snapshot import ObjectKey, Observed, Snapshot, lost_names
@@ -53,6 +55,11 @@ class SiteStore:
         await self.redis.aclose()
         await self.waits.aclose()
 
+    async def forget_connections(self) -> None:
+        """After one has broken, those that lie ready are as good as broken: the next call over one would fail."""
+        with contextlib.suppress(*LOST):
+            await self.redis.connection_pool.disconnect(inuse_connections=False)
+
     # Reads.
 
     async def revision(self) -> int:
@@ -62,6 +69,10 @@ class SiteStore:
         """Revision and identity: a store that was begun anew may have come to the same revision."""
         revision, identity = cast("list[bytes | None]", await self.redis.mget(self.keys.revision, self.keys.identity))
         return int(revision or 0), (identity or b"").decode()
+
+    async def try_write(self) -> None:
+        """ResponseError when the store answers but takes no writes: its disk or its memory is full, it became a replica."""
+        await self.redis.set(self.keys.written, b"", px=int(HEARTBEAT_TTL_S * 1000))
 
     async def snapshot(self) -> Snapshot:
         """All of desired state, read at one revision."""
@@ -109,7 +120,8 @@ class SiteStore:
         found = await self.redis.mget([key(name) for name in ordered])
         for name, raw in zip(ordered, found, strict=True):
             if raw is None:
-                await self._forget_script(keys=[members, key(name)], args=[name])
+                with contextlib.suppress(ResponseError):  # of a store that takes no writes now
+                    await self._forget_script(keys=[members, key(name)], args=[name])
         return {name: msgspec.json.decode(raw, type=kind) for name, raw in zip(ordered, found, strict=True) if raw}
 
     # Changes.

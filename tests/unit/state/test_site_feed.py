@@ -154,6 +154,22 @@ async def test_rule_12_known_routes_stay_without_redis(fragile: Watched, own_val
     await fragile.until(lambda view: "a" not in view.pools)
 
 
+async def test_rule_12_a_store_that_takes_no_writes_loses_no_pool(fragile: Watched) -> None:
+    """As with a full disk: it answers reads, and the heartbeats in it expire because nobody can send new ones."""
+    await heartbeat(fragile.store, record("p"), ttl_s=3.0)
+    await fragile.until(lambda view: "p" in view.pools)
+    await fragile.store.redis.config_set("min-replicas-to-write", 1)
+    await fragile.until(lambda view: view.degraded)
+    assert "takes no writes" in fragile.view.degraded_reason
+    await asyncio.sleep(4.5)
+    assert (await fragile.store.observed()).pools == {}
+    assert "p" in fragile.view.pools
+    await fragile.store.redis.config_set("min-replicas-to-write", 0)
+    await fragile.until(lambda view: not view.degraded)
+    await heartbeat(fragile.store, record("p", revision=1))
+    await fragile.until(lambda view: view.pools["p"].revision == 1)
+
+
 async def test_rule_12_what_a_store_forgot_is_given_back(fragile: Watched) -> None:
     """Rule 12: after a failover to a replica that lagged, or an old copy, the higher generation wins, deletions too."""
     await fragile.apply(model("m"), route("r", "m"), route("ghost", "m"))
