@@ -112,6 +112,7 @@ class PoolCore:
         self.state.ranks_up = True
         self.state.adopting = False
         self.state.message = ""
+        self.state.most_foreign.clear()
         for rank, memory in devices.items():
             self.state.enter_device(rank, memory)
         shards: dict[int, dict[int, HeldShard]] = {}
@@ -120,6 +121,8 @@ class PoolCore:
                 shards.setdefault(item.group_id, {})[rank] = item
         for group_id, by_rank in sorted(shards.items()):
             self._adopt(now, group_id, by_rank)
+        for rank in devices:
+            self.state.tell_engines_apart(rank)
         self._lifecycle.match(now)
         self._effects.changed()
         self._settle(now)

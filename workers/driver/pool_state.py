@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import msgspec
+
 from gateway.api.buckets import Buckets
 from workers.driver.effects import RequestKey
 from workers.driver.group import Group, Op, Wanted
@@ -77,6 +79,7 @@ class PoolState:
     last_step_at: float = 0.0
     steps_done: int = 0
     device_memory: dict[int, DeviceMemory] = field(default_factory=dict)  # by rank, where ranks have devices of their own
+    most_foreign: dict[int, int] = field(default_factory=dict)  # by rank, where engines were there before it
     message: str = ""
     closing: bool = False  # the driver stops: what runs is finished, nothing new is taken
 
@@ -107,11 +110,23 @@ class PoolState:
 
     def enter_device(self, rank: int, memory: DeviceMemory) -> None:
         """What a rank's device is and has. Contexts and what other processes hold count against the capacity."""
+        most = self.most_foreign.get(rank, memory.foreign_bytes)
+        memory = msgspec.structs.replace(memory, foreign_bytes=min(memory.foreign_bytes, most))
         self.device_memory[rank] = memory
         self.capacities = (*self.capacities[:rank], memory.capacity_bytes, *self.capacities[rank + 1 :])
         self.ledger.set_capacity(rank, memory.capacity_bytes)
         lines = {"context": memory.context_bytes, "foreign": memory.intruding_bytes}
         self.ledger.record(DEVICE, rank, {kind: size for kind, size in lines.items() if size})
+
+    def tell_engines_apart(self, rank: int) -> None:
+        """A rank that began beside engines of the pool took theirs for foreign memory: what groups hold there is none."""
+        memory = self.device_memory[rank]
+        here = [group for group in self.groups.values() if rank in group.held]
+        if any(group.hosted for group in here):
+            ours = {group.id for group in here}
+            known = sum(size for owner, _, size in self.ledger.lines(rank) if owner in ours)
+            self.most_foreign[rank] = max(0, memory.used_bytes - memory.context_bytes - memory.kept_bytes - known)
+            self.enter_device(rank, memory)
 
     def unaccounted_bytes(self, rank: int) -> int:
         """By how much the device's own figure exceeds what the ledger and its owner know of. 0 where it has none."""

@@ -52,3 +52,24 @@ def test_groups_load_into_what_contexts_leave() -> None:
         world.run()
         assert [group.state for group in world.core.state.groups.values()] == [state], context_bytes
         world.core.state.check()
+
+
+def test_a_rank_that_began_anew_beside_an_engine_does_not_count_its_memory_twice() -> None:
+    """Rule 3."""
+    world = World(capacity_mib=0, up=False)
+    device = {"capacity_bytes": 4 * GIB, "total_bytes": 4 * GIB, "context_bytes": MIB, "foreign_bytes": 0}
+    world.core.on_ranks_up(world.now, {0: ()}, {0: memory(**device, free_bytes=4 * GIB - MIB)})
+    world.core.on_assign(world.now, 1, 1, [wanted("a", engine="trtllm")])
+    world.run()
+    state = world.core.state
+    [group] = state.groups.values()
+    assert 0 in group.held
+    engine = sum(size for owner, _, size in state.ledger.lines(0) if owner == group.id)
+    others = 5 * MIB
+    world.core.on_ranks_lost(world.now, "killed")
+    anew = {**device, "foreign_bytes": engine + others, "free_bytes": 4 * GIB - MIB - engine - others}
+    world.core.on_ranks_up(world.now, {0: ()}, {0: memory(**anew)})
+    assert state.ledger.held(DEVICE, "foreign") == {0: others}
+    assert state.unaccounted_bytes(0) == 0
+    state.enter_device(0, memory(**anew))  # as the rank says it again with each of its operations
+    assert state.ledger.held(DEVICE, "foreign") == {0: others}
