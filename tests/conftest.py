@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 from house import House
+from small_disk import small_disk
 from valkey_server import ValkeyServer
 
 
@@ -35,9 +36,11 @@ def site() -> str:
 @pytest.fixture(scope="session")
 def house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     """The default site, up. Tests that break something in it wait until it has healed."""
-    house = House(tmp_path_factory.mktemp("house"), "--gateways", "2")
-    started = house.up()
-    assert started.returncode == 0, f"{started.stdout}\n{started.stderr}"
-    yield house
-    house.down()
-    assert not house.processes(), "processes outlive the site"
+    home = tmp_path_factory.mktemp("house")
+    with small_disk(home):
+        house = House(home, "--gateways", "2")
+        started = house.up()
+        assert started.returncode == 0, f"{started.stdout}\n{started.stderr}"
+        yield house
+        house.down()
+        assert not house.processes(), "processes outlive the site"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
 import signal
 import threading
@@ -15,11 +16,15 @@ from pathlib import Path
 
 import grpc
 import psutil
+import pytest
 from house import House, is_ready, ray_processes
+from sabotage import cut_connections, fill
 
+from gateway.api.errors import ErrorCode, YardError
 from gateway.api.proto import admin_pb2
 from gateway.api.proto import inference_pb2 as pb
 from gateway.api.records import SiteStatus
+from gateway.site.client import SiteClient
 
 MODELS = ("smollm2", "smollm2-pp2")
 NAMES = ("chat", "balanced", *MODELS)
@@ -162,11 +167,18 @@ class Storm:
             "freeze valkey": lambda: self._freeze(self._valkey_pid(), 4.0),
             "freeze rank": lambda: self._freeze(self._status().pools[0].ranks[self._rng.randrange(2)].pid, 3.0),
             "freeze driver": lambda: self._freeze(self._status().pools[0].pid, 3.0),
+            "freeze controller": lambda: self._freeze(self._controller_pid(), 3.0),
             "freeze gateway": lambda: self._freeze(self._rng.choice(self._status().gateways).pid, 3.0),
+            "cut link": self._cut_link,
+            "full disk": self._fill_disk,
             "switch route": self._switch,
             "park and wake": self._park_and_wake,
             "poisoned canary": self._poison,
         }
+        if os.geteuid() != 0:
+            del self._events["cut link"]  # another's connections are for root to touch
+        if not os.path.ismount(house.home.path):
+            del self._events["full disk"]
 
     def run(self, seconds: float) -> Report:
         """Events in an order drawn from the seed, every kind once before any comes again, until the time is over."""
@@ -219,6 +231,30 @@ class Storm:
         time.sleep(seconds)
         with contextlib.suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGCONT)
+
+    def _cut_link(self) -> None:
+        """The connection between a gateway and the driver breaks while both live, as when a network drops it."""
+        status = self._status()
+        port = int(status.pools[0].endpoint.rpartition(":")[2])
+        cut_connections(self._rng.choice(status.gateways).pid, port)
+
+    def _fill_disk(self) -> None:
+        """Nothing can be written where the site keeps its things: its store's log, above all."""
+        ballast = self._house.home.path / "ballast"
+        try:
+            fill(ballast)
+            with self._house.client() as client:
+                self._until("the site says so", lambda status: status.redis == "degraded")
+                self._refused(client)
+        finally:
+            ballast.unlink(missing_ok=True)
+
+    def _refused(self, client: SiteClient) -> None:
+        """A change is not taken, and the error says what is to be done."""
+        other = next(model for model in MODELS if model != self._chat_goes_to)
+        with pytest.raises(YardError, match="disk") as refused:
+            client.switch_route("chat", other, force=True)
+        assert refused.value.code in (ErrorCode.EXHAUSTED, ErrorCode.UNAVAILABLE)
 
     def _switch(self) -> None:
         target = next(model for model in MODELS if model != self._chat_goes_to)
