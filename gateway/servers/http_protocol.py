@@ -57,6 +57,11 @@ def bounded_http(header_bytes: int, request_s: float = REQUEST_S) -> type[asynci
             self._has_come()
             super().on_message_complete()
 
+        def on_response_complete(self) -> None:
+            if self._until is not None:  # the next request waited for this answer
+                self._wait_for_request()
+            super().on_response_complete()
+
         def _wait_for_request(self) -> None:
             self._has_come()
             self._until = self.loop.call_later(request_s, self._give_up)

@@ -1,11 +1,14 @@
-"""What breaks around a process while it lives: its connections, the disk that it writes to."""
+"""What breaks around a process while it lives: its connections, its memory, the disk that it writes to."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import resource
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -40,3 +43,16 @@ def fill(file: Path) -> None:
             except OSError as error:
                 if error.errno != errno.ENOSPC:
                     raise
+
+
+@contextlib.contextmanager
+def without_memory(pid: int) -> Iterator[None]:
+    """The process can map nothing more."""
+    process = psutil.Process(pid)
+    soft, hard = resource.prlimit(pid, resource.RLIMIT_AS)
+    resource.prlimit(pid, resource.RLIMIT_AS, (process.memory_info().vms, hard))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, resource.RLIMIT_AS, (soft, hard))

@@ -18,7 +18,7 @@ import grpc
 import psutil
 import pytest
 from house import House, is_ready, ray_processes
-from sabotage import cut_connections, fill
+from sabotage import cut_connections, fill, without_memory
 
 from gateway.api.errors import ErrorCode, YardError
 from gateway.api.proto import admin_pb2
@@ -171,6 +171,7 @@ class Storm:
             "freeze gateway": lambda: self._freeze(self._rng.choice(self._status().gateways).pid, 3.0),
             "cut link": self._cut_link,
             "full disk": self._fill_disk,
+            "rank out of memory": self._exhaust_rank,
             "switch route": self._switch,
             "park and wake": self._park_and_wake,
             "poisoned canary": self._poison,
@@ -256,6 +257,13 @@ class Storm:
             client.switch_route("chat", other, force=True)
         assert refused.value.code in (ErrorCode.EXHAUSTED, ErrorCode.UNAVAILABLE)
 
+    def _exhaust_rank(self) -> None:
+        """A rank gets no more memory for a while, and its models are brought in and out meanwhile."""
+        pid = self._status().pools[0].ranks[self._rng.randrange(2)].pid
+        with without_memory(pid):
+            self._park_and_wake()
+            time.sleep(3.0)
+
     def _switch(self) -> None:
         target = next(model for model in MODELS if model != self._chat_goes_to)
         with self._house.client() as client:
@@ -296,6 +304,7 @@ class Storm:
             and len(status.gateways) == 2
             and all(not gateway.degraded for gateway in status.gateways)
             and status.controller is not None
+            and all(psutil.pid_exists(record.pid) for record in (*status.pools, *status.gateways, status.controller))
         )
 
     def _processes(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 Everything that touches a device or a communicator runs on the compute thread, in the order in which the commands arrived.
 Loading only *begins* there (the communicator is made in order, as every member must) and *ends* there (the finished shard
-is installed in order); between the two it has a thread of its own (rule 7). So do the copies of a park and of a wake; pages are
+is installed in order); between the two it has another thread (rule 7). So do the copies of a park and of a wake; pages are
 taken away and put back here, in order. Shards on a GPU enqueue their steps; a second thread waits for what comes of them and
 reports it, in the same order.
 """
@@ -51,6 +51,10 @@ EngineFactory = Callable[[str], Engine]
 Work = LoadShard | UnloadShard | GrowKv | ParkShard | WakeShard | Step | Inventory | Ping
 
 WAKE_TIMEOUT_S = 300.0
+HELPERS = 4
+"""Threads for what goes on beside the steps. They are started with the rank: a new thread of a process that gets no more memory
+may end before its first line, and whoever started it waits for ever. Commands reach all ranks of a group in one order, so the
+oldest finds a helper on each of them."""
 
 
 class ComputeThread:
@@ -85,12 +89,14 @@ class ComputeThread:
         self._moving: set[int] = set()  # groups whose weights are being copied out or back
         self._deferred: dict[int, list[Work]] = {}  # what a new driver wants of those meanwhile
         self._away: set[int] = set()  # groups that cannot compute: parked, or not back yet
+        self._beside: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._helpers = [threading.Thread(target=self._help, name=f"helper-{index}", daemon=True) for index in range(HELPERS)]
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._results = threading.Thread(target=self._report_results, name="results", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
-        self._results.start()
+        for thread in (self._thread, self._results, *self._helpers):
+            thread.start()
 
     def submit(self, command: Work) -> None:
         self._queue.put(lambda: self._execute(command))
@@ -103,8 +109,14 @@ class ComputeThread:
     def stop(self, timeout_s: float) -> bool:
         """Free every shard after the commands before it; False when that did not end in time."""
         self._queue.put(None)
+        for _ in self._helpers:
+            self._beside.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def _help(self) -> None:
+        while (work := self._beside.get()) is not None:
+            work()
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -184,11 +196,11 @@ class ComputeThread:
             command.ranks, command.tensor_parallel, command.pipeline_parallel, command.op
         )
         self._loading.add(command.group_id)
-        name = f"load-{command.model}-{command.group_id}"
-        threading.Thread(target=self._load, args=(command, self._comms[command.group_id]), name=name, daemon=True).start()
+        comm = self._comms[command.group_id]
+        self._beside.put(lambda: self._load(command, comm))
 
     def _load(self, command: LoadShard, comm: GroupComm) -> None:
-        """On a thread of its own. The arena is left as it was when this fails; the communicator waits for the unload."""
+        """On a helper. The arena is left as it was when this fails; the communicator waits for the unload."""
 
         def progress(fraction: float, what: str) -> None:
             self._report(Progress(op=command.op, fraction=fraction, what=what))
@@ -246,7 +258,7 @@ class ComputeThread:
             error = _attempt(shard.save)
             self._queue.put(lambda: self._end_park(command, shard, error))
 
-        threading.Thread(target=save, name=f"park-{command.group_id}", daemon=True).start()
+        self._beside.put(save)
 
     def _end_park(self, command: ParkShard, shard: ParkableShard, error: str) -> None:
         """In order: here its pages go."""
@@ -277,7 +289,7 @@ class ComputeThread:
             error = _attempt(lambda: waking.wait(WAKE_TIMEOUT_S))
             self._queue.put(lambda: self._end_wake(command, shard, error))
 
-        threading.Thread(target=copy, name=f"wake-{command.group_id}", daemon=True).start()
+        self._beside.put(copy)
 
     def _end_wake(self, command: WakeShard, shard: ParkableShard, error: str) -> None:
         if self._moved(command.group_id) and not error:
