@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import msgspec
+
 from gateway.api.errors import ErrorCode, YardError
 from gateway.site import ray_head, state, valkey
 from gateway.site.board import Board
@@ -26,7 +28,8 @@ def down(home: Home, board: Board) -> state.SiteState | None:
             ErrorCode.CONFLICT, f"`yard up` (pid {found.owner.pid}) is still starting this site; stop it with Ctrl-C first"
         )
     if is_complete(found, ("ray",)):  # draining needs Ray only
-        state.save(home, found)
+        # Whoever ends this command midway leaves a site without gateways: the next `yard up` starts it anew.
+        found = state.save(home, msgspec.structs.replace(found, phase="stopping"))
         with board.step("applications", "draining"):
             _undeploy(home, found)
     with board.step("processes", "stopping Ray and Valkey" if found.ray_is_ours else "stopping Valkey"):

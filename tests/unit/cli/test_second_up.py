@@ -13,13 +13,13 @@ from gateway.api.manifest import read_text
 from gateway.api.proto import admin_pb2 as pb
 from gateway.cli import options
 from gateway.cli.main import app
-from gateway.site import desired
+from gateway.site import desired, down, state
 from gateway.site.board import Board
 from gateway.site.home import Home
 from gateway.site.processes import Mark
 from gateway.site.site_files import DEFAULT_SITE, read_site
 from gateway.site.state import SiteState
-from gateway.site.up import ask_canary, refuse_other_ports
+from gateway.site.up import _is_running, ask_canary, refuse_other_ports
 
 FILE = """
 apiVersion: modelyard/v1
@@ -122,3 +122,22 @@ def test_a_site_that_needs_keys_comes_up_without_one() -> None:
 
     with Board() as board:
         assert ask_canary(Closed(), "chat", board) is None  # type: ignore[arg-type]
+
+
+def test_a_site_whose_down_was_cut_short_is_not_taken_for_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = Home(tmp_path)
+    home.create()
+    running = SiteState(site="s", site_dir="", phase="running", boot_id=state.boot_id(), owner=Mark(1, 0.0))
+    state.save(home, running)
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(down, "is_complete", lambda *_: True)
+    monkeypatch.setattr(down, "_undeploy", interrupted)
+    assert _is_running(running)
+    with Board() as board, pytest.raises(KeyboardInterrupt):
+        down.down(home, board)
+    left = state.load(home)
+    assert left is not None
+    assert not _is_running(left)
