@@ -35,6 +35,7 @@ UNHEALTHY_S = 150.0
 """Requests in flight and no step for so long is unhealthy (rule 11): the core's own remedy, new ranks, did not help."""
 STOP_GRACE_S = 20.0
 MODELS_A_DEVICE = 4.0
+TORCH_VERSION = version("torch")  # read once: it is said with every heartbeat
 
 
 class PoolDriverReplica:
@@ -141,7 +142,7 @@ class PoolDriverReplica:
 
     def _engine_versions(self) -> dict[str, str]:
         features = self._engine.features
-        return {"torch": version("torch")} | ({"trtllm": features.version} if features is not None else {})
+        return {"torch": TORCH_VERSION} | ({"trtllm": features.version} if features is not None else {})
 
     def _default_launcher(self) -> RankLauncher:
         config = self.rank_config(self._runtime, self._pool, self._spec)
