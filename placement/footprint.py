@@ -120,6 +120,12 @@ def measured_of(
     return found.get(type_) or found.get("")
 
 
+def common_type(types: Iterable[str]) -> str:
+    """Of a group's devices; empty when they differ."""
+    found = set(types)
+    return found.pop() if len(found) == 1 else ""
+
+
 def _measured_slack(taken: int, device: str) -> int:
     """So that the sum is whole pages, and each region has one to spare."""
     page = PAGE_BYTES[device]

@@ -23,7 +23,7 @@ import msgspec
 from gateway.api.proto.pool_pb2 import Assignment, Group
 from gateway.api.records import PoolRecord
 from gateway.controller.moving import lingering
-from gateway.controller.placing import adopted, common_type, in_order, snapshot_of
+from gateway.controller.placing import adopted, in_order, snapshot_of
 from gateway.controller.pool_digest import runs
 from gateway.controller.reasons import events_of, final_refusals, is_starting, pool_troubles, unplaced_models
 from gateway.controller.situation import (
@@ -43,7 +43,7 @@ from gateway.controller.situation import (
     ReleaseDevices,
 )
 from gateway.state.view import PoolEntry
-from placement.footprint import measured_of
+from placement.footprint import common_type, measured_of
 from placement.replanning import replan
 from placement.types import PlacedGroup
 

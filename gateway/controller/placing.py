@@ -9,7 +9,7 @@ from dataclasses import replace
 from gateway.controller.model_requests import AskedModel
 from gateway.controller.situation import LOST_S, Desired, Observed, PoolSight
 from gateway.state.view import PoolEntry
-from placement.footprint import group_footprint
+from placement.footprint import common_type, group_footprint
 from placement.types import Device, ModelRequest, PlacedGroup, Snapshot
 
 
@@ -81,12 +81,6 @@ def adopted(observed: Observed, desired: Desired) -> tuple[PlacedGroup, ...]:
 
 def in_order(groups: Iterable[PlacedGroup]) -> tuple[PlacedGroup, ...]:
     return tuple(sorted(groups, key=lambda group: (group.model, group.pool, group.ranks)))
-
-
-def common_type(types: Iterable[str]) -> str:
-    """Of a group's devices; empty when they differ."""
-    found = set(types)
-    return found.pop() if len(found) == 1 else ""
 
 
 def _resized(

@@ -12,7 +12,6 @@ from gateway.api.records import DesiredObject, PoolRecord
 from gateway.controller.decision import decide
 from gateway.controller.footprints import Footprints, remember, with_measured
 from gateway.controller.model_requests import Checkpoints
-from gateway.controller.placing import common_type
 from gateway.controller.pool_digest import deployment_name
 from gateway.controller.pool_restarts import future_pool, restarting
 from gateway.controller.scaling import as_placed
@@ -22,7 +21,7 @@ from gateway.state.snapshot import Snapshot
 from gateway.state.view import SiteView
 from placement.changes import Change, changes
 from placement.explain import why
-from placement.footprint import measured_of
+from placement.footprint import common_type, measured_of
 from placement.types import PlacedGroup
 
 CHECKPOINT_WAIT_S = 20.0

@@ -8,6 +8,7 @@ from statistics import median
 from typing import cast
 
 from gateway.api.records import FootprintRecord, GroupRecord, ModelState, ModelTotals, RankRecord, SwitchRecord
+from placement.footprint import common_type
 from workers.driver.group import Group
 from workers.driver.pool_state import PoolState
 from workers.driver.residency import STANDING_BY
@@ -69,7 +70,6 @@ def footprint_records(state: PoolState, welcomes: dict[int, Welcome], versions: 
 def _footprint(group: Group, device: str, welcomes: dict[int, Welcome], version: str) -> FootprintRecord:
     placement, spec = group.wanted.placement, group.spec
     tensor, stages = placement.tensor_parallel, range(placement.pipeline_parallel)
-    types = {welcomes[rank].facts.type if rank in welcomes else "" for rank in group.ranks}
     shards = [[group.held[rank] for rank in group.ranks[stage * tensor : (stage + 1) * tensor]] for stage in stages]
     first = shards[0][0]
     tokens = max(first.kv_blocks * first.kv_block_tokens, 1)
@@ -83,7 +83,7 @@ def _footprint(group: Group, device: str, welcomes: dict[int, Welcome], version:
         version=version,
         precision=spec.precision,
         device=device,
-        type=types.pop() if len(types) == 1 else "",
+        type=common_type(welcomes[rank].facts.type if rank in welcomes else "" for rank in group.ranks),
         tensor_parallel=tensor,
         pipeline_parallel=placement.pipeline_parallel,
         batch_tokens=spec.limits.batch_tokens,

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from gateway.api.config import ModelSpec
 from gateway.api.errors import invalid
-from placement.footprint import RankFootprint, group_footprint
+from placement.footprint import group_footprint
 from placement.split import pipeline_parallel_problem, tensor_parallel_problem
 from placement.types import Measured, ModelRequest
 from workers.driver.effects import ModelFacts
@@ -96,7 +97,7 @@ def size_group(
     if measured is not None:
         seen = group_footprint(replace(request, measured=(replace(measured, type=""),)), tensor, stages, device)
         pairs = zip(seen, footprints, strict=True)
-        footprints = tuple(max(pair, key=_total) for pair in pairs) if failed_attempts else seen
+        footprints = tuple(max(pair, key=attrgetter("total")) for pair in pairs) if failed_attempts else seen
     tokens = spec.kv.block_tokens
     stage_of = {rank: index // tensor for index, rank in enumerate(placement.ranks)}
     sizes = {
@@ -140,10 +141,6 @@ def size_group(
         context=context,
         budget=budget,
     )
-
-
-def _total(footprint: RankFootprint) -> int:
-    return footprint.total
 
 
 def pages(size_bytes: int, page_bytes: int = HOST_PAGE_BYTES) -> int:
