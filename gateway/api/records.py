@@ -182,6 +182,15 @@ class DesiredObject(msgspec.Struct, frozen=True):
     previous: dict | None = None
 
 
+class NodeRecord(msgspec.Struct, frozen=True):
+    """A living node of the site's Ray: what it has for pools, taken or not."""
+
+    node: str
+    pool_mib: int  # host memory that cpu pools may take
+    gpus: int
+    labels: dict[str, str] = {}
+
+
 class ControllerRecord(msgspec.Struct, frozen=True):
     owner: str
     fence: int
@@ -190,6 +199,7 @@ class ControllerRecord(msgspec.Struct, frozen=True):
     # model -> reasons why some of its replicas are nowhere
     unplaced: dict[str, tuple[str, ...]] = {}
     message: str = ""
+    nodes: tuple[NodeRecord, ...] = ()
 
 
 class RouteStatus(msgspec.Struct, frozen=True):

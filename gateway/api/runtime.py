@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 SECRET_METADATA_KEY = "modelyard-secret"
+POOL_MEMORY_RESOURCE = "modelyard_pool_mib"
+"""Ray's custom resource: host memory of a node that cpu pools may take."""
 
 
 class TlsFiles(msgspec.Struct, frozen=True):
@@ -35,6 +37,7 @@ class Runtime(msgspec.Struct, frozen=True):
     max_message_bytes: int = 32 * 2**20
     max_header_bytes: int = 64 * 2**10
     streams_per_client: int = 4096
+    ray_grows: bool = True  # its nodes come and go by themselves: what has no room now may get it
 
     def __repr__(self) -> str:
         return f"Runtime(site={self.site!r}, run_dir={self.run_dir!r}, bind_host={self.bind_host!r})"

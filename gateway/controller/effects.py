@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from gateway.api.config import PoolSpec
-from gateway.api.records import ControllerRecord, FootprintRecord
+from gateway.api.records import ControllerRecord, FootprintRecord, NodeRecord
 from gateway.controller.situation import AppSight
 from placement.types import PlacedGroup
 
@@ -41,6 +41,10 @@ class Effects(Protocol):
 
     async def apps(self) -> tuple[dict[str, AppSight], frozenset[str]]:
         """Pool applications by pool name, and the pools that hold devices (a placement group). Ages are left at 0."""
+        ...
+
+    async def nodes(self) -> tuple[NodeRecord, ...]:
+        """The living nodes of Ray."""
         ...
 
     async def deploy_pool(self, pool: str, spec: PoolSpec) -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 
-from gateway.api.records import HEARTBEAT_S, ControllerRecord
+from gateway.api.records import HEARTBEAT_S, ControllerRecord, NodeRecord
 from gateway.api.tasks import cancelled
 from gateway.controller.decision import decide
 from gateway.controller.effects import Effects, StaleFence, Unreachable
@@ -78,6 +78,7 @@ class ControllerLoop:
         self._acks: dict[str, tuple[Ack, float]] = {}
         self._apps: tuple[dict[str, AppSight], frozenset[str]] | None = None
         self._apps_due = 0.0
+        self._nodes: tuple[NodeRecord, ...] = ()
         self._serving: asyncio.Task[None] | None = None
         self._message = ""
         self._passed_at = clock()
@@ -181,7 +182,7 @@ class ControllerLoop:
     async def _look_at_apps(self) -> tuple[dict[str, AppSight], frozenset[str]]:
         now = self._clock()
         if self._apps is None or now >= self._apps_due:
-            self._apps = await self._effects.apps()
+            self._apps, self._nodes = await self._effects.apps(), await self._effects.nodes()
             self._apps_due = now + APPS_S
         return self._apps
 
@@ -204,6 +205,7 @@ class ControllerLoop:
                 heartbeat_unix=time.time(),
                 unplaced=self._unplaced,
                 message=self._message,
+                nodes=self._nodes,
             )
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
@@ -9,7 +10,8 @@ from ray.serve.schema import ApplicationStatus, LoggingConfig
 from ray.util import get_placement_group, placement_group_table, remove_placement_group
 
 from gateway.api.config import PoolSpec
-from gateway.api.runtime import Runtime
+from gateway.api.records import NodeRecord
+from gateway.api.runtime import POOL_MEMORY_RESOURCE, Runtime
 from gateway.controller.pool_digest import is_deployment_name
 from gateway.controller.situation import AppSight
 
@@ -33,6 +35,21 @@ def status() -> tuple[dict[str, AppSight], frozenset[str]]:
     names = [group["name"] for group in placement_group_table().values() if group["state"] != "REMOVED"]
     held = frozenset(name.removeprefix(_DEVICES_PREFIX) for name in names if name.startswith(_DEVICES_PREFIX))
     return apps, held
+
+
+def nodes() -> tuple[NodeRecord, ...]:
+    """What the living nodes declare, by name."""
+    found = [
+        NodeRecord(
+            node=node["NodeManagerAddress"],
+            pool_mib=int(node["Resources"].get(POOL_MEMORY_RESOURCE, 0)),
+            gpus=int(node["Resources"].get("GPU", 0)),
+            labels=node.get("Labels") or {},
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return tuple(sorted(found, key=lambda node: node.node))
 
 
 def deploy(runtime: Runtime, pool: str, spec: PoolSpec) -> None:

@@ -15,7 +15,7 @@ from gateway.api.config import PoolSpec
 from gateway.api.grpc_options import CLIENT_OPTIONS
 from gateway.api.proto.pool_pb2 import Assignment, AssignRequest
 from gateway.api.proto.pool_pb2_grpc import PoolControlStub
-from gateway.api.records import HEARTBEAT_TTL_S, ControllerRecord, FootprintRecord
+from gateway.api.records import HEARTBEAT_TTL_S, ControllerRecord, FootprintRecord, NodeRecord
 from gateway.api.runtime import SECRET_METADATA_KEY, Runtime
 from gateway.controller import pool_applications
 from gateway.controller.effects import StaleFence, Unreachable
@@ -71,6 +71,9 @@ class SiteEffects:
 
     async def apps(self) -> tuple[dict[str, AppSight], frozenset[str]]:
         return await self._in_thread("reading the applications", pool_applications.status)
+
+    async def nodes(self) -> tuple[NodeRecord, ...]:
+        return await self._in_thread("reading the nodes", pool_applications.nodes)
 
     async def deploy_pool(self, pool: str, spec: PoolSpec) -> None:
         await self._in_thread(f"deploying pool `{pool}`", pool_applications.deploy, self._runtime, pool, spec)

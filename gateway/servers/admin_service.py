@@ -33,6 +33,7 @@ from gateway.state.edits import Put, Write, apply_edit, delete_edit, rollback_ed
 from gateway.state.footprint_record import load_footprints
 from gateway.state.history import History
 from gateway.state.key_gate import first_keys, kept_closed
+from gateway.state.node_gate import held
 from gateway.state.placement_record import load_placement
 from gateway.state.pool_gate import guarded
 from gateway.state.restoring import brought_back, checked, deleted_since, read_backup
@@ -76,6 +77,7 @@ class AdminService(AdminServicer):
         self.view = view
         self._store = store
         self._site = runtime.site
+        self._ray_grows = runtime.ray_grows
         self._secret = runtime.secret
         self._history = History(store)
         self._planner = Planner(Path(runtime.cache_dir))
@@ -93,18 +95,20 @@ class AdminService(AdminServicer):
             opened = first_keys(snapshot, writes)
             return writes
 
-        pools = (await self._store.observed()).pools
+        observed = await self._store.observed()
         change: Edit = edit
         if not request.force:
-            change = _safe(edit, pools)
+            change = self._safe(edit, observed)
         commit = await self._store.transact(change, _actor(context, self.view))
-        return pb.ApplyResponse(changes=[_change(write, pools, opened) for write in commit.writes], revision=commit.revision)
+        return pb.ApplyResponse(
+            changes=[_change(write, observed.pools, opened) for write in commit.writes], revision=commit.revision
+        )
 
     @_answering
     async def Plan(self, request: pb.ApplyRequest, context: Context) -> pb.PlanResponse:
         snapshot, observed = await self._read(context)
         edit: Edit = functools.partial(apply_edit, puts=[_put(item) for item in request.objects])
-        writes = (edit if request.force else _safe(edit, observed.pools))(snapshot)
+        writes = (edit if request.force else self._safe(edit, observed))(snapshot)
         documents = {write.key: write.document for write in writes if write.action != "unchanged"}
         placements = await self._planner.plan(snapshot, after_writes(snapshot, documents), observed.pools, *await self._known())
         return pb.PlanResponse(
@@ -261,10 +265,11 @@ class AdminService(AdminServicer):
             observed = Observed(pools, gateways, observed.controller or view.controller)
         return snapshot, observed
 
-
-def _safe(edit: Edit, pools: Mapping[str, PoolRecord]) -> Edit:
-    """With all that an apply makes sure of, unless it is forced."""
-    return kept_closed(not_stranding(guarded(gated(edit, Readiness(pools.values()), explicit=False), pools), pools))
+    def _safe(self, edit: Edit, observed: Observed) -> Edit:
+        """With all that an apply makes sure of, unless it is forced."""
+        pools, controller = observed.pools, observed.controller
+        safe = kept_closed(not_stranding(guarded(gated(edit, Readiness(pools.values()), explicit=False), pools), pools))
+        return safe if self._ray_grows or controller is None else held(safe, controller.nodes)
 
 
 def _put(item: pb.Object) -> Put:

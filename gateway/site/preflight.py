@@ -76,17 +76,20 @@ def check_disk(home: Path, run_dir: Path, home_bytes: int = _HOME_FREE_BYTES, ru
 
 
 def check_memory(documents: Sequence[Located]) -> None:
-    """A pool of CPU ranks must fit in the memory of this machine."""
+    """The pools of CPU ranks must fit in the memory of this machine, all of them together."""
     total = psutil.virtual_memory().total
+    before = 0
     for document in documents:
         spec = document.manifest.spec
         if isinstance(spec, PoolSpec) and spec.device == "cpu" and spec.memory is not None:
             wanted = spec.memory * spec.devices
-            if wanted > total:
+            if before + wanted > total:
+                beside = f" beside the {before / 2**30:.1f} GiB of the others" if before else ""
                 raise invalid(
-                    f"{document.where}: Pool {document.manifest.name} wants {spec.devices} × {spec.memory / 2**30:.1f} GiB, "
-                    f"this machine has {total / 2**30:.1f} GiB; lower spec.memory or spec.devices"
+                    f"{document.where}: Pool {document.manifest.name} wants {spec.devices} × {spec.memory / 2**30:.1f} GiB"
+                    f"{beside}, this machine has {total / 2**30:.1f} GiB; lower spec.memory or spec.devices"
                 )
+            before += wanted
 
 
 async def check_redis(redis_url: str) -> None:

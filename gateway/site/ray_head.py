@@ -13,10 +13,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gateway.api.errors import ErrorCode, YardError
+from gateway.api.runtime import POOL_MEMORY_RESOURCE
 from gateway.site.home import RUN_VARIABLE, Home
 from gateway.site.processes import Mark, mark, start_session
 
-POOL_MEMORY_RESOURCE = "modelyard_pool_mib"
 _START_TIMEOUT_S = 120.0
 
 
@@ -57,7 +57,6 @@ def start(
     *,
     node_address: str,
     dashboard_port: int,
-    cpus: int,
     pool_mib: int,
     on_start: Callable[[Mark], None],
 ) -> str:
@@ -86,7 +85,6 @@ def start(
         "--no-monitor",
         "--include-log-monitor=false",
         f"--temp-dir={session}",
-        f"--num-cpus={cpus}",
         f"--resources={json.dumps({POOL_MEMORY_RESOURCE: pool_mib})}",
     ]
     process = start_session(command, {**os.environ, **environment(home, loopback=loopback)}, log)

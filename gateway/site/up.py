@@ -17,9 +17,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
+import psutil
 
 from gateway.api.address import node_address
-from gateway.api.config import EngineSpec, PoolSpec
+from gateway.api.config import EngineSpec
 from gateway.api.errors import ErrorCode, YardError, invalid
 from gateway.api.proto import inference_pb2 as inference
 from gateway.api.redis_link import with_site
@@ -195,8 +196,7 @@ class _Start:
                 self._home,
                 node_address="127.0.0.1" if self._site.is_loopback else node_address(),
                 dashboard_port=self.state.dashboard_port,
-                cpus=_cpus(self._site.pools()),
-                pool_mib=_pool_mib(self._site.pools()),
+                pool_mib=psutil.virtual_memory().total >> 20,
                 on_start=self._record("ray"),
             )
             if self._is_abandoned:
@@ -294,6 +294,7 @@ def runtime_of(home: Home, found: state.SiteState, site: SiteFiles) -> Runtime:
         max_message_bytes=site.spec.listen.max_message,
         max_header_bytes=site.spec.listen.max_headers,
         streams_per_client=site.spec.listen.streams_per_client,
+        ray_grows=not found.ray_is_ours,
     )
 
 
@@ -413,16 +414,3 @@ def _uninterrupted() -> Iterator[None]:
 def _ports(site: SiteFiles) -> tuple[int, int, int]:
     listen = site.spec.listen
     return listen.grpc_port, listen.http_port, listen.dashboard_port
-
-
-def _cpus(pools: dict[str, PoolSpec]) -> int:
-    """Ray counts one CPU a rank of a CPU pool; a machine with fewer shares them."""
-    return max(os.cpu_count() or 1, sum(spec.devices for spec in pools.values() if spec.device == "cpu"))
-
-
-def _pool_mib(pools: dict[str, PoolSpec]) -> int:
-    """What the cpu pools may take together: this machine's memory, or more where they ask for more."""
-    import psutil
-
-    wanted = sum(spec.devices * (spec.memory or 0) for spec in pools.values() if spec.device == "cpu")
-    return max(psutil.virtual_memory().total, wanted) >> 20

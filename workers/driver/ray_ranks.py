@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from gateway.api.config import PoolSpec
 from gateway.api.errors import YardError, unavailable
+from gateway.api.runtime import POOL_MEMORY_RESOURCE
 from workers.driver.launcher import RANK_MODULE, starts_alone
 from workers.driver.local_ranks import START_TIMEOUT_S
 from workers.driver.rank_host import NAMESPACE, HostDescription, RankHost, group_name, host_name
@@ -23,7 +24,6 @@ from workers.rank.config import RankConfig
 
 _T = TypeVar("_T")
 
-POOL_RESOURCE = "modelyard_pool_mib"
 PLACEMENT_TIMEOUT_S = 30.0
 ACTOR_TIMEOUT_S = 30.0
 HOST_GPU_SHARE = 0.5
@@ -122,7 +122,7 @@ class RayRanks:
             num_cpus=self._host_cpus,
             num_gpus=HOST_GPU_SHARE * bundle.get("GPU", 0),
             max_concurrency=16,  # asking an engine what it can do takes a minute
-            resources={name: amount for name, amount in bundle.items() if name == POOL_RESOURCE},
+            resources={name: amount for name, amount in bundle.items() if name == POOL_MEMORY_RESOURCE},
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
         ).remote(self._config.pool, rank, str(self._config.directory))
 
@@ -183,21 +183,21 @@ class RayRanks:
             )
         return (
             f"pool `{self._config.pool}`: no node{labels} has room for {self._ranks} × {self._bundle()}; "
-            f"add a node, free one, or lower devices or memory (nodes declare {POOL_RESOURCE} when they start)"
+            f"add a node, free one, or lower devices or memory (nodes declare {POOL_MEMORY_RESOURCE} when they start)"
         )
 
     @property
     def _host_cpus(self) -> float:
-        return self._bundle()["CPU"]
+        return self._bundle().get("CPU", 0.0)
 
     def _bundles(self) -> list[dict[str, float]]:
         return [self._bundle() for _ in range(self._ranks)]
 
     def _bundle(self) -> dict[str, float]:
-        """A GPU brings its memory with it; host memory that pools may take is what nodes declare."""
+        """A GPU brings its memory with it. Host memory that pools may take is what nodes declare; their CPUs are shared."""
         if self._spec.device == "cuda":
             return {"CPU": 1.0, "GPU": 1.0}
-        return {"CPU": 1.0, POOL_RESOURCE: float(self._config.capacity_bytes // 2**20)}
+        return {POOL_MEMORY_RESOURCE: float(self._config.capacity_bytes // 2**20)}
 
 
 def placement_group_of(pool: str) -> PlacementGroup | None:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from gateway.api.errors import ErrorCode, YardError
@@ -66,6 +67,15 @@ def test_a_full_disk_names_the_directory_and_what_is_needed(tmp_path: Path):
 def test_a_pool_larger_than_the_machine_names_its_document():
     text = "apiVersion: modelyard/v1\nkind: Pool\nmetadata: {name: big}\nspec: {devices: 2, memory: 900TiB}\n"
     with pytest.raises(YardError, match=r"pool\.yaml:1:1: Pool big wants 2 × "):
+        preflight.check_memory(read_text(text, "pool.yaml"))
+
+
+def test_pools_that_are_too_large_together_are_named():
+    half = psutil.virtual_memory().total * 6 // 10
+    text = "---\n".join(
+        f"apiVersion: modelyard/v1\nkind: Pool\nmetadata: {{name: {name}}}\nspec: {{memory: {half}}}\n" for name in ("a", "b")
+    )
+    with pytest.raises(YardError, match=r"Pool b wants 1 × .* beside the .* GiB of the others"):
         preflight.check_memory(read_text(text, "pool.yaml"))
 
 

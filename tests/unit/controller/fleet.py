@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.api.config import ModelSpec, PoolSpec
 from gateway.api.proto.pool_pb2 import Assignment
-from gateway.api.records import ControllerRecord, DesiredObject, FootprintRecord, GroupRecord, PoolRecord, RankRecord
+from gateway.api.records import ControllerRecord, DesiredObject, FootprintRecord, GroupRecord, NodeRecord, PoolRecord, RankRecord
 from gateway.controller.effects import StaleFence, Unreachable
 from gateway.controller.model_requests import AskedModel
 from gateway.controller.pool_digest import deployment_name
@@ -181,6 +181,9 @@ class World:
     async def event(self, kind: str, subject: str, message: str) -> None:
         self.events.append((kind, subject, message))
         self._done(f"event {kind}")
+
+    async def nodes(self) -> tuple[NodeRecord, ...]:
+        return (NodeRecord("node-1", 1 << 20, 0),)
 
     async def apps(self) -> tuple[dict[str, AppSight], frozenset[str]]:
         return dict(self.sightings), frozenset(self.held)

@@ -17,7 +17,7 @@ from watching import until
 
 from gateway.api.proto import admin_pb2 as pb
 from gateway.api.proto.admin_pb2_grpc import AdminStub, add_AdminServicer_to_server
-from gateway.api.records import ControllerRecord, GroupRecord, PoolRecord, RankRecord, SiteStatus
+from gateway.api.records import ControllerRecord, GroupRecord, NodeRecord, PoolRecord, RankRecord, SiteStatus
 from gateway.api.runtime import Runtime
 from gateway.api.tasks import cancelled
 from gateway.servers.admin_service import AdminService
@@ -49,8 +49,8 @@ class Admin:
         await self.store.redis.set(self.store.keys.pool("p"), msgspec.json.encode(record))
         await self.store.redis.sadd(self.store.keys.pools, "p")
 
-    async def report(self, **unplaced: tuple[str, ...]) -> None:
-        record = ControllerRecord("controller-1", 1, 1, 0.0, unplaced=unplaced)
+    async def report(self, *nodes: NodeRecord, **unplaced: tuple[str, ...]) -> None:
+        record = ControllerRecord("controller-1", 1, 1, 0.0, unplaced=unplaced, nodes=nodes)
         await self.store.redis.set(self.store.keys.controller, msgspec.json.encode(record))
 
 
@@ -58,7 +58,7 @@ class Admin:
 async def admin(own_valkey: ValkeyServer, site: str, tmp_path: Path) -> AsyncIterator[Admin]:
     store, view = SiteStore(own_valkey.url, site), SiteView()
     feed = asyncio.create_task(SiteFeed(view, store).run())
-    runtime = Runtime(site, own_valkey.url, "s", str(tmp_path), str(tmp_path), "127.0.0.1")
+    runtime = Runtime(site, own_valkey.url, "s", str(tmp_path), str(tmp_path), "127.0.0.1", ray_grows=False)
     server = grpc.aio.server()
     add_AdminServicer_to_server(AdminService(store, view, runtime), server)
     port = server.add_insecure_port("127.0.0.1:0")
@@ -91,6 +91,25 @@ async def test_apply_says_what_changed_as_a_diff(admin: Admin) -> None:
     assert "+  replicas: 2" in changed.changes[1].diff
     assert changed.revision == 2
     assert not changed.changes[0].diff
+
+
+async def test_a_pool_that_no_node_can_hold_beside_the_others_is_refused(admin: Admin) -> None:
+    """Rule 16: what is said to be taken on can be. Ray's nodes are what the controller last saw of them."""
+    cpu = {"device": "cpu", "devices": 2}
+    await admin.apply(pool("p", **cpu, memory="3GiB"))
+    await admin.report(NodeRecord("a", 8 * 1024, 0), NodeRecord("b", 4 * 1024, 2, {"zone": "z"}))
+    await admin.apply(pool("q", **cpu, memory="1GiB"))
+    with pytest.raises(grpc.aio.AioRpcError, match=r"Pool/r asks for 64 × 400.0 GiB on one node; the largest node has 8.0 GiB"):
+        await admin.apply(pool("r", device="cpu", devices=64, memory="400GiB"))
+    with pytest.raises(grpc.aio.AioRpcError, match=r"Pool/p asks for 2 × 4.5 GiB .* other pools leave at most 8.0 GiB"):
+        await admin.apply(pool("p", **cpu, memory="4.5GiB"))
+    with pytest.raises(grpc.aio.AioRpcError, match=r"labels \{'zone': 'y'\}; the largest node has 0.0 GiB"):
+        await admin.apply(pool("r", **cpu, memory="1GiB", node_labels={"zone": "y"}))
+    with pytest.raises(grpc.aio.AioRpcError, match=r"Pool/g asks for 3 GPUs; this site has 2, and the other pools leave 2"):
+        await admin.stub.Plan(pb.ApplyRequest(objects=[obj(pool("g", device="cuda", devices=3))]))
+    await admin.apply(pool("g", device="cuda", devices=2), pool("p", **cpu, memory="4GiB"))
+    await admin.apply(pool("r", device="cpu", devices=64, memory="400GiB"), force=True)
+    await admin.apply(pool("p", **cpu, memory="2GiB"))  # asks for less: whatever else is wrong, that is no reason
 
 
 async def test_get_gives_back_what_was_applied_and_a_generation_guards_the_next_write(admin: Admin) -> None:
