@@ -105,6 +105,8 @@ class ParkShard(msgspec.Struct, frozen=True, tag="park"):
     group_id: int
     # Sequences that ended since the last step.
     released: tuple[int, ...] = ()
+    # Groups in memory whose copies are given up first, to make room for this one's; they are copied again when they park.
+    drop_copies: tuple[int, ...] = ()
 
 
 class WakeShard(msgspec.Struct, frozen=True, tag="wake"):

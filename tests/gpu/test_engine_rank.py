@@ -71,9 +71,9 @@ def rank(tmp_path: Path):
     assert not made.fatal
 
 
-def load(rank: Rank, directory: Path) -> None:
+def load(rank: Rank, directory: Path, group_id: int = 7) -> None:
     spec = json.dumps({"source": str(directory), "precision": "fp32"})
-    rank.compute.submit(LoadShard(1, 7, "m", spec, (0,), 1, 1, 16, 8, 16, {}))
+    rank.compute.submit(LoadShard(1, group_id, "m", spec, (0,), 1, 1, 16, 8, 16, {}))
     done = rank.wait(Done)
     assert isinstance(done, Done)
     assert not done.error
@@ -198,5 +198,25 @@ def test_a_wake_that_fails_leaves_the_model_parked(tmp_path: Path) -> None:
     assert done.held.parked
     assert machine.arena.committed_bytes == 0
     assert held_after(rank, WakeShard(4, 7, 8)).kv_blocks == 8
+    assert rank.compute.stop(30.0)
+    machine.close()
+
+
+def test_a_model_in_memory_leaves_its_copy_to_one_that_parks(tmp_path: Path) -> None:
+    """Rule 3: host memory that holds one copy parks one after the other. A copy that is needed stays."""
+    directory = save_random("llama", tmp_path / "llama")
+    machine = Machine(512, real=False)
+    rank = Rank(tmp_path / "cache", machine)
+    for group_id in (7, 8):
+        load(rank, directory, group_id)
+    first = held_after(rank, ParkShard(2, 7))
+    assert held_after(rank, WakeShard(3, 7, 8)).standby_bytes == first.standby_bytes > 0
+    used = machine.pinned.pinned_bytes - machine.pinned.free_bytes
+    held_after(rank, ParkShard(4, 8, drop_copies=(7,)))
+    assert machine.pinned.pinned_bytes - machine.pinned.free_bytes == used, "one copy in the place of the other"
+    held_after(rank, ParkShard(5, 7, drop_copies=(8,)))
+    assert machine.pinned.pinned_bytes - machine.pinned.free_bytes == 2 * used, "8 is parked: its copy is all there is of it"
+    for op, group_id in ((6, 7), (7, 8)):
+        assert held_after(rank, WakeShard(op, group_id, 8)).bytes["weights"] > 0
     assert rank.compute.stop(30.0)
     machine.close()

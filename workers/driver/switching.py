@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import msgspec
+
 from gateway.api.errors import ErrorCode, YardError
 from workers.driver.effects import Effects
 from workers.driver.generations import comes, in_the_way, stands_in
@@ -130,7 +132,8 @@ class Switching:
             if not isinstance(self._decide(group, "drop"), str):
                 self._drop(group)
         elif group.state == "parking" and group.quiet and group.batcher is not None:
-            if lacking := self._host_memory_lacking(group):
+            copies = {rank: self._copies_to_drop(rank, group) for rank in group.ranks}
+            if lacking := self._host_memory_lacking(group, copies):
                 self._effects.event("park_refused", group.model, f"group {group.id}: {lacking}; it is unloaded instead")
                 self._drop(group)
                 return
@@ -139,7 +142,10 @@ class Switching:
             group.reclaim_to = None
             op = self._op("park", group, 0)
             for rank in group.ranks:
-                self._effects.send(rank, ParkShard(op=op.id, group_id=group.id, released=released))
+                dropped = tuple(other.id for other in copies[rank])
+                self._effects.send(rank, ParkShard(op=op.id, group_id=group.id, released=released, drop_copies=dropped))
+                for other in copies[rank]:
+                    other.held[rank] = msgspec.structs.replace(other.held[rank], standby_bytes=0)
 
     def leave_idle(self, now: float) -> None:
         """Now and then: what nobody has used for long."""
@@ -270,14 +276,41 @@ class Switching:
         self._move(group, "cold", "")
         self._unload(group)
 
-    def _host_memory_lacking(self, group: Group) -> str:
-        """Empty, or where its copy has no room."""
+    def _copies_to_drop(self, rank: int, group: Group) -> list[Group]:
+        """Groups in memory of this rank that leave their copies' place to this one's; those used last first."""
+        lacking = self._host_bytes_lacking(rank, group)
+        others = [
+            other
+            for other in self._state.groups.values()
+            if other is not group and other.state == "ready" and other.op is None and rank in other.held
+        ]
+        chosen: list[Group] = []
+        for other in sorted(others, key=lambda other: -other.used_at):
+            if lacking > 0 and other.held[rank].standby_bytes:
+                lacking -= other.held[rank].standby_bytes
+                chosen.append(other)
+        return chosen if lacking <= 0 else []
+
+    def _host_memory_lacking(self, group: Group, dropped: dict[int, list[Group]]) -> str:
+        """Empty, or where its copy has no room, though these copies go."""
         for rank, held in sorted(group.held.items()):
-            capacity = self._state.standby_capacities.get(rank)
-            needed = held.bytes.get("weights", 0)
-            if capacity is not None and self._state.standby_bytes(rank) - held.standby_bytes + needed > capacity:
+            if self._host_bytes_lacking(rank, group) > sum(other.held[rank].standby_bytes for other in dropped[rank]):
+                needed = held.bytes.get("weights", 0)
                 return f"rank {rank} has no host memory for {needed / 2**20:.0f} MiB of weights"
         return ""
+
+    def _host_bytes_lacking(self, rank: int, group: Group) -> int:
+        """Beside the copies that are there and that are being made."""
+        capacity = self._state.standby_capacities.get(rank)
+        if capacity is None:
+            return 0
+        taken = 0
+        for other in self._state.groups.values():
+            if rank in other.held:
+                parks = other is group or (other.op is not None and other.op.kind == "park")
+                held = other.held[rank]
+                taken += max(held.standby_bytes, held.bytes.get("weights", 0)) if parks else held.standby_bytes
+        return taken - capacity
 
     def _wake(self, now: float, group: Group, blocks: int) -> None:
         group.load_began_at = now

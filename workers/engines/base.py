@@ -74,6 +74,10 @@ class ParkableShard(Shard, Protocol):
         there is no place for it; nothing is left behind then."""
         ...
 
+    def drop_copy(self) -> None:
+        """Give the copy of weights that are in memory up, in order with the steps. Without one, or away: nothing."""
+        ...
+
     def park(self) -> None:
         """Give weights, KV and workspace back, in order with the steps. ValueError while sequences are known (rule 5)."""
         ...

@@ -252,6 +252,10 @@ class ComputeThread:
             return
         if command.released:
             shard.step(Step(step=0, group_id=command.group_id, sequences=(), released=command.released))
+        for group_id in command.drop_copies:
+            other = self._shards.get(group_id)
+            if isinstance(other, ParkableShard) and group_id not in self._away and group_id not in self._moving:
+                other.drop_copy()
         self._moving.add(command.group_id)
 
         def save() -> None:

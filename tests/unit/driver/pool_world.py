@@ -106,6 +106,8 @@ class SimulatedRank:
         self.parkable = True
         self.step_seconds: dict[str, float] = {}  # by model, what its steps say that they took
         self.parked: set[int] = set()
+        self.keeps_copies = False  # as GPUs do: a copy outlives the wake, and the next park costs nothing
+        self.copies: set[int] = set()
         self.grow_error = ""
         self.executed: list[Command] = []
 
@@ -130,7 +132,7 @@ class SimulatedRank:
             },
             parkable=self.parkable,
             parked=parked,
-            standby_bytes=weights if parked else 0,
+            standby_bytes=weights if parked or group_id in self.copies else 0,
             wake_bytes={"weights": weights, "workspace": MIB} if parked else {},
             digest="d1",
             precision="bf16",
@@ -150,6 +152,7 @@ class SimulatedRank:
             case UnloadShard():
                 self.shards.pop(command.group_id, None)
                 self.parked.discard(command.group_id)
+                self.copies.discard(command.group_id)
                 self.blocks.pop(command.group_id, None)
                 for table in (self.memory, self.tables):
                     for key in [key for key in table if key[0] == command.group_id]:
@@ -168,6 +171,10 @@ class SimulatedRank:
                 assert not any(key[0] == command.group_id for key in self.tables), "parked under a sequence"
                 if self.park_error:
                     return Done(command.op, self.park_error, held=self.held(command.group_id))
+                assert not self.parked & set(command.drop_copies), "the only copy of a parked model"
+                self.copies.difference_update(command.drop_copies)
+                if self.keeps_copies:
+                    self.copies.add(command.group_id)
                 self.parked.add(command.group_id)
                 self.blocks[command.group_id] = 0
                 for key in [key for key in self.memory if key[0] == command.group_id]:

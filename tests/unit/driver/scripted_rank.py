@@ -93,6 +93,9 @@ class ScriptedShard:
     def save(self) -> None:
         self._copied = WEIGHT_BYTES
 
+    def drop_copy(self) -> None:
+        self._copied = 0
+
     def park(self) -> None:
         if self._sums:
             raise ValueError(f"{len(self._sums)} sequences")

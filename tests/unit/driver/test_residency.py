@@ -252,6 +252,24 @@ def test_without_host_memory_for_its_copy_a_model_goes_cold() -> None:
     assert world.core.state.standby_bytes(0) <= 9 * MIB
 
 
+def test_a_model_in_memory_gives_up_its_copy_where_another_has_to_park() -> None:
+    """Rule 3: host memory for two copies is enough for three models of which two are in memory."""
+    world = World(capacity_mib=ONE_FITS_MIB + TAKES_MIB)
+    world.ranks[0].keeps_copies = True
+    world.core.on_host_memory(0, {0: 2 * 9 * MIB})
+    world.assign(wanted("a"), wanted("b"), wanted("c"))
+    world.run()
+    for model in "abcabc":
+        key = world.submit(model=model, max_tokens=2)
+        for _ in range(3):
+            world.run()
+            world.later(TURN_S)
+        assert world.texts[key] == expected_text((1, 2, 3), 2)
+        assert len(world.ranks[0].copies) * 9 * MIB == world.core.state.standby_bytes(0) <= 2 * 9 * MIB
+    assert count(world, LoadShard) == 3, "nobody had to be loaded again"
+    assert any(isinstance(command, ParkShard) and command.drop_copies for _, command in world.sent)
+
+
 def test_ranks_of_a_node_share_what_it_has_left() -> None:
     welcomes = {rank: Welcome(rank, 1, "cpu", node, (), host_bytes=10 * MIB) for rank, node in enumerate(("n", "n", "o"))}
     cpu = PoolSpec(devices=3, memory=2 * MIB)

@@ -208,6 +208,10 @@ class EncoderShard:
         if self._standby is None:
             self._standby = HostCopy(self._weights)
 
+    def drop_copy(self) -> None:
+        if not self._parked:
+            self._standby = None
+
     def park(self) -> None:
         if self._texts:
             raise ValueError(f"model `{self._command.model}` has {len(self._texts)} texts and cannot be parked")

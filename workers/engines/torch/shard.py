@@ -160,6 +160,10 @@ class TorchShard:
         if self._standby is None:
             self._standby = HostCopy(self._weights)
 
+    def drop_copy(self) -> None:
+        if not self._parked:
+            self._standby = None
+
     def park(self) -> None:
         if len(self._sequences):
             raise ValueError(f"model `{self._command.model}` has {len(self._sequences)} sequences and cannot be parked")

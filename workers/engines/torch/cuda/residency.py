@@ -99,6 +99,12 @@ class ParkedMemory(FixedMemory):
             return None
         return self._standby.save(HostCopy(self._space.pinned, self._standby.size_bytes))
 
+    def drop_copies(self) -> None:
+        """Where the weights are in memory, that is enough."""
+        if not self.is_parked and self.wake_under_way is None:
+            for copy in list(self._standby.copies):
+                self._standby.drop(copy, WAIT_S)
+
     def park(self) -> None:
         """The work that used any of it is over."""
         saving = self.save()

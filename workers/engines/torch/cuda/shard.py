@@ -186,6 +186,10 @@ class GpuShard:
         if saving is not None:
             saving.wait(WAIT_S)
 
+    def drop_copy(self) -> None:
+        """Give the copy of weights that are in memory up; host memory for another."""
+        self._parked_memory().drop_copies()
+
     def park(self) -> None:
         """Give weights, KV and workspace back; graphs stay. ValueError while sequences are known (rule 5)."""
         memory = self._parked_memory()
