@@ -221,6 +221,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     op: int
     fraction: float
     what: str
+    note: str = ""  # what operators want to read later: becomes an event
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

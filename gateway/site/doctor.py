@@ -16,6 +16,7 @@ from typing import Literal
 
 import msgspec
 
+from gateway.api.checkpoint.seal import damage
 from gateway.api.config import PoolSpec
 from gateway.api.errors import YardError
 from gateway.site import preflight, state, valkey
@@ -51,6 +52,7 @@ def examine(home: Home, site: SiteFiles) -> Iterator[Finding]:
         lambda: _nccl(cuda),
         _limits,
         lambda: _models(home, site),
+        lambda: _weights(home),
     ]
     for check in checks:
         try:
@@ -198,6 +200,22 @@ def _limits() -> list[Finding]:
 def _models(home: Home, site: SiteFiles) -> list[Finding]:
     preflight.check_models(site.documents, home.cache_dir)
     return [Finding("models", "good", f"the headers of {len(site.replicas())} models can be read")]
+
+
+def _weights(home: Home) -> list[Finding]:
+    """Reads every byte that was converted: about a second a GB."""
+    directory = home.cache_dir / "weights"
+    files = sorted(directory.glob("*.safetensors"))
+    again = "remove it: the next load converts it again"
+    findings = [
+        Finding("weights", "bad", f"{file}: {problem}", again) for file in files if (problem := damage(file, every_byte=True))
+    ]
+    if len(files) > len(findings):
+        size = sum(file.stat().st_size for file in files)
+        findings.append(
+            Finding("weights", "good", f"{len(files) - len(findings)} converted models are whole ({size / 2**30:.1f} GiB)")
+        )
+    return findings
 
 
 def _output(*command: str) -> str:

@@ -63,7 +63,7 @@ class Modelyard:
         spec = {"source": source, "precision": precision}
         command = LoadShard(1, 1, "bench", json.dumps(spec), (0,), 1, 1, BLOCK_TOKENS, 1024, 1024, {})
         self._engine = TorchEngine(cache)
-        shard = self._engine.load(command, 0, HostArena(8 * 2**30), SingleComm(), lambda _f, _w: None)
+        shard = self._engine.load(command, 0, HostArena(8 * 2**30), SingleComm(), lambda *_: None)
         assert isinstance(shard, TorchShard)
         self._shard = shard
         self.held = self._shard.held()
@@ -104,7 +104,7 @@ class Transformers:
         config = AutoConfig.for_model(content.pop("model_type"), **content)
         self._model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         shape = checkpoint.shape
-        file = converted(checkpoint.files, checkpoint.digest, shape.heads, shape.kv_heads, cache, lambda _f, _w: None)
+        file = converted(checkpoint.files, checkpoint.digest, shape.heads, shape.kv_heads, cache, lambda *_: None)
         source = SafetensorsSource((file,), rows_are_outputs=True)
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():  # a tied head comes once, as the embedding

@@ -149,7 +149,7 @@ class Alone:
         assert isinstance(engine, GpuEngine)
         spec = spec_of(checkpoint, GIB, 8 * GIB).model_copy(update={"limits": LimitsSpec(concurrency=32, batch_tokens=2048)})
         command = LoadShard(1, 99, "alone", spec.model_dump_json(), (0,), 1, 1, BLOCK_TOKENS, BLOCKS, 2 * BLOCKS, {})
-        self.shard = engine.load(command, 0, pool.rank.arena, SingleComm(), lambda _f, _w: None)
+        self.shard = engine.load(command, 0, pool.rank.arena, SingleComm(), lambda *_: None)
         self._steps = 0
 
     def run(self, *parts: SequenceStep) -> StepDone:

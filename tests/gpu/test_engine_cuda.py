@@ -47,7 +47,7 @@ class Machine:
         self.loads += 1
         document = {"source": str(directory), "limits": {"concurrency": 6}, **spec}
         command = LoadShard(1, self.loads, "m", json.dumps(document), (0,), 1, 1, BLOCK_TOKENS, BLOCKS, 2 * BLOCKS, {})
-        shard = self.engine.load(command, 0, self.arena, SingleComm(), lambda _f, _w: None)  # type: ignore[arg-type]
+        shard = self.engine.load(command, 0, self.arena, SingleComm(), lambda *_: None)  # type: ignore[arg-type]
         self.shards.append(shard)
         return shard
 

@@ -194,6 +194,8 @@ class PoolCore:
             group = self.state.groups[op.group_id]
             if group.state == "loading":
                 group.reason = progress.what
+            if progress.note:
+                self._effects.event("weights", group.model, progress.note)
 
     def on_op_done(self, now: float, rank: int, done: Done) -> None:
         if done.memory is not None:

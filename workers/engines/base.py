@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from workers.comm.base import GroupComm
 from workers.memory.arena import Arena
 from workers.messages import HeldShard, LoadShard, Step, StepDone
 
-ProgressFn = Callable[[float, str], None]
-"""(fraction 0..1, what is being done)"""
+
+class ProgressFn(Protocol):
+    def __call__(self, fraction: float, what: str, note: str = "", /) -> None:
+        """`fraction`: 0 to 1; `what` is being done; `note`: something that operators want to read later, too."""
+        ...
 
 
 class DamagedModelError(ArithmeticError):

@@ -202,8 +202,8 @@ class ComputeThread:
     def _load(self, command: LoadShard, comm: GroupComm) -> None:
         """On a helper. The arena is left as it was when this fails; the communicator waits for the unload."""
 
-        def progress(fraction: float, what: str) -> None:
-            self._report(Progress(op=command.op, fraction=fraction, what=what))
+        def progress(fraction: float, what: str, note: str = "") -> None:
+            self._report(Progress(op=command.op, fraction=fraction, what=what, note=note))
 
         try:
             # Before anything that can fail on one rank alone: its peers would wait here for it.

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from gateway.api.checkpoint.seal import seal
 from gateway.api.records import GroupRecord, ModelTotals, PoolRecord, RankRecord, SiteStatus
 from gateway.cli.top import bar, speed, view
 from gateway.site import doctor
@@ -19,6 +20,19 @@ from gateway.site.home import Home
 from gateway.site.site_files import DEFAULT_SITE, read_site
 
 MIB = 2**20
+
+
+def test_damaged_converted_weights_are_named(tmp_path: Path) -> None:
+    home = Home(tmp_path)
+    (home.cache_dir / "weights").mkdir(parents=True)
+    for name in ("whole", "damaged"):
+        file = home.cache_dir / "weights" / f"{name}.safetensors"
+        file.write_bytes(b"x" * 100)
+        seal(file, file)
+    file.write_bytes(b"x" * 99)
+    bad, good = doctor._weights(home)
+    assert (bad.verdict, bad.text) == ("bad", f"{file}: it has 99 bytes and was made with 100")
+    assert "1 converted models are whole" in good.text
 
 
 def test_a_check_that_breaks_is_a_finding_and_the_others_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

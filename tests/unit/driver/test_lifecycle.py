@@ -6,7 +6,7 @@ from pool_world import HELD_MIB, LOAD_MIB, MIB, World, expected_text, spec, want
 from gateway.api.config import CanarySpec, KvSpec, LimitsSpec
 from gateway.api.errors import ErrorCode, YardError
 from workers.driver.group import MAX_ATTEMPTS, load_key
-from workers.messages import GrowKv, LoadShard, Step, UnloadShard
+from workers.messages import GrowKv, LoadShard, Progress, Step, UnloadShard
 
 
 def commands(world: World, kind: type) -> list[object]:
@@ -47,6 +47,16 @@ def test_a_failed_load_gives_everything_back_on_all_ranks() -> None:
     assert "rank 1: disk gone" in world.group().reason
     assert [world.core.state.ledger.used(rank) for rank in (0, 1)] == [0, 0]
     assert [rank.shards for rank in world.ranks] == [{}, {}]
+
+
+def test_what_a_load_notes_becomes_an_event() -> None:
+    world = World()
+    world.assign(wanted())
+    world.turn()
+    assert world.group().op is not None
+    world.core.on_progress(world.now, 0, Progress(world.group().op.id, 0.1, "converting"))  # type: ignore[union-attr]
+    world.core.on_progress(world.now, 0, Progress(world.group().op.id, 0.2, "converting", "a file was damaged"))  # type: ignore[union-attr]
+    assert [event for event in world.events if event[0] == "weights"] == [("weights", "m", "a file was damaged")]
 
 
 def test_a_failed_load_is_tried_again_with_growing_pauses_and_not_for_ever() -> None:

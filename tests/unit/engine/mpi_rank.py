@@ -47,7 +47,7 @@ def run(job: dict[str, Any], number: int, cache: Path) -> list[list[int]]:
     comm = make_group_comm(range(tensor * pipeline), tensor, pipeline, group_id=number)
     command = load_command(job["source"], group_id=number, tensor=tensor, pipeline=pipeline, **job["spec"])
     arena = HostArena(2**30)
-    shard = TorchEngine(cache).load(command, 0, arena, comm, lambda _f, _w: None)
+    shard = TorchEngine(cache).load(command, 0, arena, comm, lambda *_: None)
     runner = Runner(RelayedShard(shard, tensor * pipeline, tensor * (pipeline - 1)), chunk=6, explicit=pipeline > 1)
     for prompt in job["prompts"]:
         runner.add(prompt, job["count"])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from workers.comm.base import GroupComm
 from workers.comm.single import SingleComm
+from workers.engines.base import ProgressFn
 from workers.engines.torch.engine import TorchEngine
 from workers.engines.torch.shard import TorchShard
 from workers.memory.arena import Arena, HostArena
@@ -38,7 +38,7 @@ def load(
     cache: Path,
     arena: Arena | None = None,
     comm: GroupComm | None = None,
-    progress: Callable[[float, str], None] = lambda _f, _w: None,
+    progress: ProgressFn = lambda *_: None,
     **options: object,
 ) -> TorchShard:
     comm = comm or SingleComm()

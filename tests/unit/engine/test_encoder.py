@@ -47,7 +47,7 @@ def expected(directory: Path, text: list[int], pooling: str, normalize: bool) ->
 
 
 def load(directory: Path, cache: Path, **options: object) -> EncoderShard:
-    shard = TorchEngine(cache).load(load_command(directory, **options), 0, HostArena(2**28), SingleComm(), lambda _f, _w: None)
+    shard = TorchEngine(cache).load(load_command(directory, **options), 0, HostArena(2**28), SingleComm(), lambda *_: None)
     assert isinstance(shard, EncoderShard)
     return shard
 

@@ -23,7 +23,7 @@ GPT2 = {"n_embd": 256, "n_layer": 3, "n_head": 4, "vocab_size": 8192, "n_positio
 def taken(source: str, cache: Path, precision: str) -> dict[str, int]:
     spec = f'{{"source": "{source}", "precision": "{precision}"}}'
     command = LoadShard(1, 1, "m", spec, (0,), 1, 1, 16, 4, 64, {})
-    shard = TorchEngine(cache).load(command, 0, HostArena(4 * 2**30), SingleComm(), lambda _fraction, _what: None)
+    shard = TorchEngine(cache).load(command, 0, HostArena(4 * 2**30), SingleComm(), lambda *_: None)
     held = shard.held().bytes
     shard.close()
     return held

@@ -41,7 +41,9 @@ def load_encoder(
         raise invalid(f"precision {precision} is not one of an encoder on CPU: {', '.join(_DTYPES)}", field="precision")
     dtype = _DTYPES[precision]
     model = _empty_model(checkpoint.config, dtype)
-    source = weight_source(checkpoint, model.base_model_prefix, cache_dir, lambda done, what: progress(done / 2, what))
+    source = weight_source(
+        checkpoint, model.base_model_prefix, cache_dir, lambda done, what, note="": progress(done / 2, what, note)
+    )
     shape = checkpoint.shape
     elements = sum(parameter.numel() for parameter in model.parameters())
     with ExitStack() as undo:

@@ -51,7 +51,10 @@ class TorchEngine:
             stage = build_stage(checkpoint.config, comm.stage, comm.stages, precision.compute)
             plan = ParallelPlan(stage, comm.tensor_rank, comm.tensor_size)
             source = weight_source(
-                checkpoint, stage.base_prefix, self._cache_dir, lambda done, what: progress(_CONVERTING * done, what)
+                checkpoint,
+                stage.base_prefix,
+                self._cache_dir,
+                lambda done, what, note="": progress(_CONVERTING * done, what, note),
             )
             with ExitStack() as undo:
                 weights, workspace, kv = self._reserve(command, spec, checkpoint, stage, plan, precision, arena, undo)

@@ -6,10 +6,13 @@ tensor, so that memory use does not grow with the model.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
+import logging
 import os
-from collections.abc import Callable, Iterator
+import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,19 +21,20 @@ import gguf
 import numpy as np
 from gguf.quants import dequantize
 
-from gateway.api.checkpoint.safetensors_header import read_safetensors_header
-from gateway.api.errors import YardError, invalid
+from gateway.api.checkpoint.seal import damage, seal
+from gateway.api.errors import ErrorCode, YardError, invalid
+from workers.engines.base import ProgressFn
 from workers.engines.torch.gguf_names import DERIVED, LAYOUTS, GgufLayout, hugging_face_name
 from workers.engines.torch.int4 import GROUP
 from workers.engines.torch.weights import CODES, MINIMA, SCALES
 
-_FORMAT = 1  # part of the file name: raise it when what is written changes
+_FORMAT = 2  # part of the file name: raise it when what is written changes
 _Q4 = (gguf.GGMLQuantizationType.Q4_0, gguf.GGMLQuantizationType.Q4_1)
 _PLAIN = {gguf.GGMLQuantizationType.F32: "F32", gguf.GGMLQuantizationType.F16: "F16", gguf.GGMLQuantizationType.BF16: "BF16"}
 _ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U8": 1}
 _EMBEDDINGS = ("token_embd.weight", "position_embd.weight")  # looked up by row, never multiplied
 
-ProgressFn = Callable[[float, str], None]
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -47,34 +51,48 @@ class _Output:
 def converted(files: tuple[Path, ...], digest: str, heads: int, kv_heads: int, cache_dir: Path, progress: ProgressFn) -> Path:
     """The converted file, made now if the cache has none that is whole. Of several processes that ask, one converts.
 
-    YardError(INVALID) when the architecture or a tensor is not known, or the file does not hold what it says.
+    YardError: INVALID when the architecture or a tensor is not known, or the file does not hold what it says; EXHAUSTED when
+    the disk is full; INTERNAL when the cache cannot be written otherwise.
     """
     directory = cache_dir / "weights"
     target = directory / f"{digest}-{_FORMAT}.safetensors"
-    if _is_whole(target):
+    if target.exists() and not damage(target):
         return target
-    directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory / f"{digest}.lock"):
-        if _is_whole(target):
-            return target
-        for left in directory.glob(f"{digest}-*.partial"):  # by a process that was killed
-            left.unlink(missing_ok=True)
-        partial = target.with_suffix(f".{os.getpid()}.partial")
-        try:
-            _convert(files, heads, kv_heads, partial, progress)
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with _locked(directory / f"{digest}.lock"):
+            if target.exists():
+                problem = damage(target)
+                if not problem:
+                    return target
+                note = f"{target} was damaged ({problem}) and is converted again from {files[0]}"
+                log.warning(note)
+                progress(0.0, f"converting {files[0].name} again", note)
+            for left in directory.glob(f"{digest}*"):  # damaged, of an earlier format, or by a process that was killed
+                if left.suffix != ".lock":
+                    left.unlink()
+            partial = target.with_suffix(f".{os.getpid()}.partial")
+            try:
+                _convert(files, heads, kv_heads, partial, progress)
+                seal(partial, target)
+                os.replace(partial, target)
+            finally:
+                partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise _not_written(error, directory, files[0]) from error
     return target
 
 
-def _is_whole(file: Path) -> bool:
-    """Whether it is as long as its own header says: a disk that was full, or a copy that was cut, is converted again."""
-    try:
-        ends = [tensor.offset + tensor.bytes for tensor in read_safetensors_header(file)]
-        return file.stat().st_size == max(ends, default=0)
-    except (YardError, OSError):
-        return False
+def _not_written(error: OSError, directory: Path, source: Path) -> YardError:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return _full(directory, source, str(error.strerror))
+    problem = f"{source} cannot be converted into {directory}: {error.strerror or error}"
+    return YardError(ErrorCode.INTERNAL, f"{problem} ({error.filename or directory}); make it writable, or set MODELYARD_HOME")
+
+
+def _full(directory: Path, source: Path, problem: str) -> YardError:
+    advice = "make room, or set MODELYARD_HOME to a directory on another disk"
+    return YardError(ErrorCode.EXHAUSTED, f"{source} cannot be converted into {directory}: {problem}; {advice}")
 
 
 @contextmanager
@@ -94,6 +112,10 @@ def _convert(files: tuple[Path, ...], heads: int, kv_heads: int, target: Path, p
     tensors = [tensor for reader in readers for tensor in reader.tensors if tensor.name not in DERIVED]
     outputs = [_outputs(files[0], layout, tensor) for tensor in tensors]
     total_bytes = sum(output.bytes for group in outputs for output in group)
+    free_bytes = shutil.disk_usage(target.parent).free
+    if free_bytes < total_bytes:
+        problem = f"{total_bytes / 2**30:.2f} GiB are needed there, {free_bytes / 2**30:.2f} GiB are free"
+        raise _full(target.parent, files[0], problem)
     done_bytes = 0
     with target.open("wb") as out:
         out.write(_header([output for group in outputs for output in group]))
@@ -109,7 +131,10 @@ def _convert(files: tuple[Path, ...], heads: int, kv_heads: int, target: Path, p
 def _open(file: Path) -> gguf.GGUFReader:
     try:
         return gguf.GGUFReader(file)
-    except (OSError, ValueError, KeyError, IndexError) as error:
+    except OSError as error:
+        problem = f"cannot be read: {error.strerror or error}; put it back, or correct the model's source"
+        raise invalid(f"{file}: {problem}", field="source") from error
+    except (ValueError, KeyError, IndexError) as error:
         raise invalid(f"{file}: cannot be read as GGUF ({error}); copy it again", field="source") from error
 
 

@@ -65,8 +65,8 @@ class GpuEngine:
         stored = checkpoint.precision
         precision = gpu_precision(stored if spec.precision == "auto" else spec.precision, stored)
 
-        def loading(fraction: float, what: str) -> None:
-            progress(_LOADED * fraction, what)
+        def loading(fraction: float, what: str, note: str = "") -> None:
+            progress(_LOADED * fraction, what, note)
 
         with ExitStack() as undo:
             shard = self._load(command, spec, checkpoint, precision, arena, comm, loading, undo)
