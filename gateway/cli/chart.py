@@ -1,4 +1,4 @@
-"""The chart of a simulation: memory, switches and SLO over time, as a PNG. Needs matplotlib, which comes separately."""
+"""The chart of a simulation: memory, switches and SLO over time, as a PNG. Needs matplotlib (extra `chart`)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 def draw(outcome: Outcome, title: str, file: Path) -> None:
     try:
-        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+        from matplotlib.figure import Figure
     except ImportError as error:
-        raise invalid("a chart needs matplotlib: `.venv/bin/pip install matplotlib`, or leave --chart out") from error
+        raise invalid("a chart needs matplotlib: `.venv/bin/pip install -e '.[chart]'`, or leave --chart out") from error
     times = [sample.time_s for sample in outcome.samples]
     figure = Figure(figsize=(10, 8), layout="constrained")
     memory, switches, slo = figure.subplots(3, 1, sharex=True)

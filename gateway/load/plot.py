@@ -10,12 +10,12 @@ from gateway.load.report import Outcome, by_second
 
 
 def plot(outcomes: Sequence[Outcome], elapsed_s: float, title: str, file: Path) -> None:
-    """A PNG. YardError without matplotlib."""
+    """A PNG. YardError without matplotlib (extra `chart`)."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise invalid("a plot needs matplotlib: pip install 'modelyard[bench]', or leave --plot out") from None
+        raise invalid("a plot needs matplotlib: `.venv/bin/pip install -e '.[chart]'`, or leave --plot out") from None
     figure = Figure(figsize=(10, 7), layout="constrained")
     FigureCanvasAgg(figure)
     times, speed = figure.subplots(2, 1)

@@ -72,7 +72,6 @@ def test_errors_say_what_to_do(arguments: tuple[str, ...], message: str) -> None
 
 
 def test_a_chart_is_a_png(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     file = tmp_path / "chart.png"
     run("--generate", "1", *SMALL, "--chart", str(file))
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -85,19 +85,11 @@ async def test_the_command_writes_json_and_a_picture(
     result, picture = tmp_path / "result.json", tmp_path / "run.png"
     arguments = ["bench", "m", "--target", f"127.0.0.1:{lone.servers.grpc_port}", "--requests", "4", "--concurrency", "2"]
     arguments += ["--input-tokens", "8", "--output-tokens", "3", "--slo-first-ms", "60000", "--json", str(result)]
-    plotted = _has_matplotlib()
-    ran = await asyncio.to_thread(CliRunner().invoke, app, arguments + (["--plot", str(picture)] if plotted else []))
+    ran = await asyncio.to_thread(CliRunner().invoke, app, [*arguments, "--plot", str(picture)])
     assert ran.exit_code == 0, ran.output
     assert "goodput" in ran.output
     assert json.loads(result.read_text())["completed"] == 4
-    if plotted:
-        assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def _has_matplotlib() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("matplotlib") is not None
+    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_goodput_is_what_met_every_promise() -> None:
