@@ -19,7 +19,7 @@ import msgspec
 from gateway.api.checkpoint.seal import damage
 from gateway.api.config import PoolSpec
 from gateway.api.errors import YardError
-from gateway.site import preflight, state, valkey
+from gateway.site import preflight, requirements, state, valkey
 from gateway.site.home import Home
 from gateway.site.site_files import SiteFiles
 
@@ -74,16 +74,10 @@ def _python() -> list[Finding]:
 
 
 def _packages() -> list[Finding]:
-    found, missing = [], []
-    for name in PACKAGES:
-        try:
-            found.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            missing.append(name)
-    findings = [Finding("packages", "good", ", ".join(found))] if found else []
-    if missing:
-        findings.append(Finding("packages", "bad", f"missing: {', '.join(missing)}", "remove .venv and run `./yard` again"))
-    return findings
+    missing = requirements.unmet()
+    findings = [Finding("packages", "bad", str(item), requirements.remedy([item])) for item in missing]
+    names = [name for name in PACKAGES if name not in {item.name for item in missing}]
+    return [Finding("packages", "good", ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)), *findings]
 
 
 def _ports(site: SiteFiles, running: state.SiteState | None) -> list[Finding]:

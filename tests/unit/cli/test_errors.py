@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.api.errors import YardError
-from gateway.cli.main import app
+from gateway.cli.app import app
 
 
 def yard(*arguments: str, home: Path, stdin: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
@@ -107,7 +107,7 @@ def test_the_command_starts_fast(tmp_path: Path):
     """A command that only asks must not import Ray, torch or transformers."""
     code = (
         "import sys; sys.argv = ['yard', 'version']\n"
-        "from gateway.cli import main\n"
+        "from gateway.cli import app\n"
         "import gateway.site.client\n"
         "assert not {'ray', 'torch', 'transformers', 'rich'} & set(sys.modules), sorted(sys.modules)"
     )

@@ -7,7 +7,7 @@ from typer.testing import CliRunner
 
 from gateway.api.proto import admin_pb2 as pb
 from gateway.cli import plans
-from gateway.cli.main import app
+from gateway.cli.app import app
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from gateway.api.errors import ErrorCode, YardError
 from gateway.api.manifest import read_text
 from gateway.api.proto import admin_pb2 as pb
 from gateway.cli import options
-from gateway.cli.main import app
+from gateway.cli.app import app
 from gateway.site import desired, down, state
 from gateway.site.board import Board
 from gateway.site.home import Home

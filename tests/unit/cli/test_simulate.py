@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from gateway.api.errors import YardError
-from gateway.cli.main import app
+from gateway.cli.app import app
 from gateway.cli.simulated_site import GateQueue, read_site
 from placement.simulated_group import Job
 

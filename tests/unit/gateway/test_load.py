@@ -12,7 +12,7 @@ from scripted_pool import ScriptedPool, SubmittedSequence
 from typer.testing import CliRunner
 
 from gateway.api.errors import YardError
-from gateway.cli.main import app
+from gateway.cli.app import app
 from gateway.load.drive import Plan, run
 from gateway.load.report import Outcome, Slo, by_second, percentiles, report
 from gateway.load.targets import check, target_of
