@@ -74,11 +74,13 @@ class Grown:
 class WatchedPool(PoolLoop):
     """`memory` None: what the cards have."""
 
-    def __init__(self, directory: Path, cache_dir: Path, devices: int, memory: int | None, ranks: str) -> None:
+    def __init__(
+        self, directory: Path, cache_dir: Path, devices: int, memory: int | None, ranks: str, standby_bytes: int = STANDBY_BYTES
+    ) -> None:
         self.directory = directory
-        config = RankConfig("bench", 0, "cuda", memory or 0, directory, cache_dir, 30.0, SECRET, standby_bytes=STANDBY_BYTES)
+        config = RankConfig("bench", 0, "cuda", memory or 0, directory, cache_dir, 30.0, SECRET, standby_bytes=standby_bytes)
         launcher = LocalRanks(config, devices, module=ranks)
-        spec = PoolSpec(device="cuda", devices=devices, memory=memory, standby=STANDBY_BYTES)
+        spec = PoolSpec(device="cuda", devices=devices, memory=memory, standby=standby_bytes)
         super().__init__("bench", spec, launcher, Reader(cache_dir), Nobody(), SECRET)
         self.asked: dict[RequestKey, Asked] = {}
         self.grown: dict[int, Grown] = {}
@@ -98,7 +100,7 @@ class WatchedPool(PoolLoop):
         for group in groups:
             if group.state == "failed" and group.attempts > 1:
                 raise RuntimeError(f"model {group.model}: {group.reason}")
-        return {group.model for group in groups} == models and all(group.state in ("ready", "parked") for group in groups)
+        return {group.model for group in groups} == models and all(group.state in ("ready", "parked", "cold") for group in groups)
 
     async def until(self, condition: Callable[[], bool], timeout_s: float) -> None:
         """TimeoutError says how things stand."""
