@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection
 
 import msgspec
 
 from gateway.api.errors import ErrorCode, YardError
-from gateway.site import ray_head, state, valkey
+from gateway.site import draining, state
 from gateway.site.board import Board
 from gateway.site.home import Home
 from gateway.site.processes import is_alive, members, process_name, stop
+
+log = logging.getLogger(__name__)
 
 _ESSENTIAL = {"ray": {"gcs_server", "raylet"}, "valkey": {"valkey-server"}}
 # The raylet signs off at the head and ends its workers; without a living head it waits for it in vain.
@@ -30,8 +33,10 @@ def down(home: Home, board: Board) -> state.SiteState | None:
     if is_complete(found, ("ray",)):  # draining needs Ray only
         # Whoever ends this command midway leaves a site without gateways: the next `yard up` starts it anew.
         found = state.save(home, msgspec.structs.replace(found, phase="stopping"))
-        with board.step("applications", "draining"):
-            _undeploy(home, found)
+        with board.step("applications", "draining") as step:
+            if problem := draining.drain(home):
+                step.note = "not drained"
+                board.say(_not_drained(found, problem))
     with board.step("processes", "stopping Ray and Valkey" if found.ray_is_ours else "stopping Valkey"):
         stop_processes(home, found)
     return found
@@ -56,7 +61,7 @@ def stop_processes(home: Home, found: state.SiteState) -> None:
             stop([leaders["ray"]], None, _TERM_GRACE_S, first="raylet", first_grace_s=_RAYLET_GRACE_S) if "ray" in leaders else []
         )
         if "valkey" in leaders:
-            valkey.shut_down(found.valkey_port, home.secrets().valkey)
+            _shut_valkey_down(home, found)
         left += stop(list(leaders.values()), home.run_dir, _TERM_GRACE_S)
         if left:
             names = ", ".join(f"{process.pid}" for process in left)
@@ -65,16 +70,21 @@ def stop_processes(home: Home, found: state.SiteState) -> None:
     state.remove(home)
 
 
-def _undeploy(home: Home, found: state.SiteState) -> None:
-    from gateway.site import deployment
+def _not_drained(found: state.SiteState, problem: str) -> str:
+    text = f"warning: the applications could not be drained ({problem}); "
+    if found.ray_is_ours:
+        return text + "their processes are ended with what they were doing"
+    return (
+        text
+        + f"they may still run on the Ray at {found.ray_address}: see `serve status` there, and end them with `serve shutdown`"
+    )
 
-    loopback = found.ray_address.startswith("127.0.0.1:")
-    deployment.load(ray_head.environment(home, loopback=loopback) if found.ray_is_ours else {})
+
+def _shut_valkey_down(home: Home, found: state.SiteState) -> None:
+    """Without this it gets SIGTERM like all others, upon which it writes its file, too."""
     try:
-        deployment.connect(found.ray_address)
-    except YardError:
-        if not found.ray_is_ours:
-            raise
-        return  # a head that does not answer has nothing to drain; its processes are ended next
-    deployment.undeploy(whole_serve=found.ray_is_ours)
-    deployment.disconnect()
+        from gateway.site import valkey
+
+        valkey.shut_down(found.valkey_port, home.secrets().valkey)
+    except Exception as error:  # noqa: BLE001 - whatever is broken, its process has to end
+        log.warning("Valkey is ended by a signal, it cannot be asked to: %s", error)

@@ -13,7 +13,7 @@ from gateway.api.manifest import read_text
 from gateway.api.proto import admin_pb2 as pb
 from gateway.cli import options
 from gateway.cli.app import app
-from gateway.site import desired, down, state
+from gateway.site import desired, down, draining, state
 from gateway.site.board import Board
 from gateway.site.home import Home
 from gateway.site.processes import Mark
@@ -134,7 +134,7 @@ def test_a_site_whose_down_was_cut_short_is_not_taken_for_running(tmp_path: Path
         raise KeyboardInterrupt
 
     monkeypatch.setattr(down, "is_complete", lambda *_: True)
-    monkeypatch.setattr(down, "_undeploy", interrupted)
+    monkeypatch.setattr(draining, "drain", interrupted)
     assert _is_running(running)
     with Board() as board, pytest.raises(KeyboardInterrupt):
         down.down(home, board)
