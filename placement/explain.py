@@ -82,11 +82,36 @@ def _place(snapshot: Snapshot, request: ModelRequest, group: PlacedGroup, free: 
     yield f"rank{'s' if len(amounts) > 1 else ''} {', '.join(map(str, group.ranks))} of pool `{group.pool}` " + (
         f"had {format_bytes(min(amounts))} free for it"
     )
+    yield from _exchange(snapshot, group, free)
     others = [device for device in snapshot.devices if device.pool != group.pool or device.rank not in group.ranks]
     for device in others[:_PLACES]:
         yield _other(request, group, device, free.domain(device.pool, device.rank), free, need)
     if len(others) > _PLACES:
         yield f"and {len(others) - _PLACES} devices more"
+
+
+def _exchange(snapshot: Snapshot, group: PlacedGroup, free: FreeMemory) -> Iterator[str]:
+    """What lies between the ranks of its tensor-parallel stages, where that is known."""
+    if group.tensor_parallel == 1:
+        return
+    devices = {device.rank: device for device in snapshot.devices if device.pool == group.pool}
+    stages = [group.ranks[at : at + group.tensor_parallel] for at in range(0, len(group.ranks), group.tensor_parallel)]
+    if all(devices[rank].nvlink_domain for rank in group.ranks):
+        yield "its shards exchange over NVLink"
+        return
+    for stage in stages:
+        nodes = sorted({devices[rank].numa for rank in stage})
+        domain = free.domain(group.pool, stage[0])
+        if -1 in nodes or domain is None:
+            return
+        if len(nodes) == 1:
+            yield f"rank {', '.join(map(str, stage))} exchange over PCIe inside NUMA node {nodes[0]}"
+            continue
+        apart = domain.most_free(len(stage), max(group.bytes_per_rank))[1]
+        now = (
+            f"none has {len(stage)} devices with room" if apart else "one has room by now, and what is placed moves for need only"
+        )
+        yield f"rank {', '.join(map(str, stage))} exchange over PCIe and between NUMA nodes {' and '.join(map(str, nodes))}: {now}"
 
 
 def _other(request: ModelRequest, group: PlacedGroup, device: Device, domain: Domain | None, free: FreeMemory, need: int) -> str:

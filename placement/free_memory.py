@@ -1,6 +1,7 @@
 """Free bytes of every device that may take new ranks, ordered so that the best fitting ones are found without a scan.
 
-A domain is what a tensor-parallel stage must stay inside: one pool, one node, one NVLink domain.
+A domain is what a tensor-parallel stage must stay inside: one pool, one node, one NVLink domain. Devices without NVLink exchange
+over PCIe and, from one NUMA node to another, over the link between sockets: a stage should stay inside one of those too.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Domain:
     used_free: list[tuple[int, int]] = field(default_factory=list)  # of `free`, those in use
     sort: int = 0  # domains of one sort are alike while none of their devices is in use
     type: str = ""  # of its devices
+    numa: dict[int, int] = field(default_factory=dict)  # NUMA node by rank, where it matters: several of them, and no NVLink
 
     def fitting(self, need_bytes: int) -> int:
         """How many devices have so much free."""
@@ -38,7 +40,20 @@ class Domain:
     def without(self, ranks: Container[int]) -> Domain:
         """The same domain as if it had fewer devices."""
         free, used_free = ([entry for entry in listed if -entry[1] not in ranks] for listed in (self.free, self.used_free))
-        return Domain(self.key, self.kind, self.index, free, self.used, used_free, self.sort)
+        return Domain(self.key, self.kind, self.index, free, self.used, used_free, self.sort, self.type, self.numa)
+
+    def most_free(self, count: int, need_bytes: int) -> tuple[list[tuple[int, int]], bool]:
+        """(`count` of its devices, whether they are apart): those with most free, of one NUMA node where one has so many that fit."""
+        if count > 1 and self.numa:
+            parts = []
+            for node in sorted(set(self.numa.values())):
+                part = [entry for entry in self.free if self.numa[-entry[1]] == node][-count:]
+                if len(part) == count and part[0][0] >= need_bytes:
+                    parts.append(part)
+            if parts:
+                return max(parts, key=lambda part: part[0][0]), False
+            return self.free[-count:], True
+        return self.free[-count:], False
 
 
 class FreeMemory:
@@ -60,13 +75,18 @@ class FreeMemory:
             self._domain_of[place] = domain
             self._free[place] = max(0, device.capacity_bytes - device.foreign_bytes)
             domain.free.append((self._free[place], -device.rank))
+            domain.numa[device.rank] = device.numa
         self.pools: dict[str, list[Domain]] = {}
         self.domains = [domains[key] for key in sorted(domains)]
         sorts: dict[tuple, int] = {}
         for index, domain in enumerate(self.domains):
             domain.index = index
             domain.free.sort()
-            domain.sort = sorts.setdefault((domain.type, *(amount for amount, _ in domain.free)), len(sorts))
+            nodes = set(domain.numa.values())
+            if domain.key[2] or len(nodes) == 1 or -1 in nodes:
+                domain.numa = {}
+            likeness = (domain.type, *((amount, domain.numa.get(-rank)) for amount, rank in domain.free))
+            domain.sort = sorts.setdefault(likeness, len(sorts))
             self.pools.setdefault(domain.key[0], []).append(domain)
         self._stale: set[Domain] = set()  # whose lists are behind `_free`
         self._in_use: dict[str, set[Domain]] = {}  # by kind

@@ -54,12 +54,14 @@ class Replicas:
         return domain.without(self.ranks[domain.key[0]]) if self.within(domain) else domain
 
     def farthest(self, spots: Iterable[Spot], policy: Policy, degree: int, need_bytes: int) -> Spot | None:
-        """Of spots ascending by score the best one that is farthest from the groups and shares no device with them."""
-        best: tuple[tuple[int, int], tuple[int, ...], int] | None = None
+        """Of spots ascending by score the best one that is farthest from the groups and shares no device with them; at equal
+        distance one inside a NUMA node first.
+        """
+        best: tuple[tuple[int, int], bool, tuple[int, ...], int] | None = None
         best_spot = None
         for spot in spots:
             near = self.closeness(spot.domain)
-            if best is not None and best[:2] <= (near, spot.score):
+            if best is not None and best[:3] <= (near, spot.apart, spot.score):
                 continue
             if self.within(spot.domain):
                 # Fewer devices score no better than all of them, so what was skipped above was skipped rightly.
@@ -67,9 +69,9 @@ class Replicas:
                 if not left:
                     continue
                 (spot,) = left
-            order = (near, spot.score, spot.domain.index)
+            order = (near, spot.apart, spot.score, spot.domain.index)
             if best is None or order < best:
                 best, best_spot = order, spot
-            if near == (0, 0):
+            if near == (0, 0) and not spot.apart:
                 break
         return best_spot

@@ -14,6 +14,7 @@ class Spot(NamedTuple):
     score: tuple[int, ...]
     domain: Domain
     ranks: tuple[int, ...]  # ascending
+    apart: bool = False  # they exchange over the link between NUMA nodes
 
 
 Closeness = Callable[[Domain], tuple[int, int]]
@@ -33,21 +34,23 @@ class Policy(Protocol):
 
 
 class Balance:
-    """The most free devices first: models share the site's bandwidth evenly, and a model that grows finds room."""
+    """The most free devices first: models share the site's bandwidth evenly, and a model that grows finds room.
+    Within a domain those of one NUMA node before these.
+    """
 
     def everywhere(self, free: FreeMemory, kind: str, degree: int, need_bytes: int, closeness: Closeness) -> Iterator[Spot]:
         for amount, negative_index in reversed(free.ranking(kind, degree)):
             if amount < need_bytes:
                 return
-            yield self._spot(free.domains[-negative_index], degree)
+            yield self._spot(free.domains[-negative_index], degree, need_bytes)
 
     def among(self, domains: Iterable[Domain], degree: int, need_bytes: int) -> list[Spot]:
-        spots = [self._spot(domain, degree) for domain in domains if domain.fitting(need_bytes) >= degree]
+        spots = [self._spot(domain, degree, need_bytes) for domain in domains if domain.fitting(need_bytes) >= degree]
         return sorted(spots, key=_order)
 
-    def _spot(self, domain: Domain, degree: int) -> Spot:
-        most = domain.free[-degree:]
-        return Spot((-most[0][0],), domain, tuple(sorted(-rank for _, rank in most)))
+    def _spot(self, domain: Domain, degree: int, need_bytes: int) -> Spot:
+        chosen, apart = domain.most_free(degree, need_bytes)
+        return Spot((-domain.free[-degree][0],), domain, tuple(sorted(-rank for _, rank in chosen)), apart)
 
 
 class Consolidate:

@@ -10,7 +10,8 @@ from placement.scoring import Closeness, Policy
 
 @dataclass(frozen=True)
 class StagePlaces:
-    # (stages on nodes that hold this model already, nodes or NVLink domains used, the stages' own scores added up)
+    # (stages on nodes that hold this model already, nodes or NVLink domains used, stages over several NUMA nodes, the stages' own
+    # scores added up)
     score: tuple[int, ...]
     ranks: tuple[int, ...]  # stage-major
 
@@ -26,7 +27,7 @@ def place_stages(
     rest = {domain.key: domain for domain in domains}
     chosen: dict[int, tuple[int, ...]] = {}
     homes: set[tuple[str, str, str]] = set()
-    near = 0
+    near = apart = 0
     scores: list[tuple[int, ...]] = []
     for stage in sorted(range(len(sizes)), key=lambda stage: (-sizes[stage], stage)):
         at_home = [rest[key] for key in sorted(homes)]
@@ -34,11 +35,12 @@ def place_stages(
         spots = policy.among(at_home, tensor_parallel, sizes[stage]) or policy.among(away, tensor_parallel, sizes[stage])
         if not spots:
             return None
-        spot = min(spots, key=lambda spot: (closeness(spot.domain), spot.score, spot.domain.index))
+        spot = min(spots, key=lambda spot: (closeness(spot.domain), spot.apart, spot.score, spot.domain.index))
         chosen[stage] = spot.ranks
         rest[spot.domain.key] = spot.domain.without(spot.ranks)
         homes.add(spot.domain.key)
         near += closeness(spot.domain)[0]
+        apart += spot.apart
         scores.append(spot.score)
     total = [sum(parts) for parts in zip(*scores, strict=True)]
-    return StagePlaces((near, len(homes), *total), tuple(rank for stage in range(len(sizes)) for rank in chosen[stage]))
+    return StagePlaces((near, len(homes), apart, *total), tuple(rank for stage in range(len(sizes)) for rank in chosen[stage]))

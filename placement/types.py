@@ -152,6 +152,7 @@ class Device:
     healthy: bool = True
     cordoned: bool = False
     nvlink_domain: str = ""
+    numa: int = -1  # the NUMA node that it hangs on; -1: not known
     standby_bytes: int = 0  # host memory for the weights of parked models, this device's part of what its node has
     engines: tuple[str, ...] = ()  # what may compute in its pool; empty: anything
     type: str = ""  # as NVML names it; what it can do is in `placement.hardware`

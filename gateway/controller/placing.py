@@ -42,6 +42,7 @@ def snapshot_of(
             healthy=sight.missing_s < LOST_S and (rank.alive or sight.dead_s.get(rank.index, 0.0) < LOST_S) and not rank.trouble,
             cordoned=name in pools and rank.index in pools[name].spec.cordoned,
             nvlink_domain=rank.nvlink_domain,
+            numa=rank.numa,
             standby_bytes=pools[name].spec.standby if name in pools else 0,
             engines=pools[name].spec.engines if name in pools else (),
             type=rank.type,

@@ -1,7 +1,7 @@
-"""What a card is and how it hangs on its node, asked of NVML once when a rank starts: placement chooses by it.
+"""What a card is and how it hangs on its node, asked of NVML and the kernel once when a rank starts: placement chooses by it.
 
-NVML comes with `nvidia-ml-py` (imported as `pynvml`), which torch's CUDA builds use too. Without it, or without a card, nothing
-is known, and placement takes the devices of a node for one domain.
+NVML comes with `nvidia-ml-py` (imported as `pynvml`), which torch's CUDA builds use too. Without it, or without a card, no
+links are known, and placement takes the devices of a node for one domain.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from typing import Any, Protocol
 
 from workers.messages import DeviceFacts
+from workers.rank.numa import node_of
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def device_facts(card: Card, nvml: Any = None) -> DeviceFacts:
         return DeviceFacts(
             type=_text(nvml.nvmlDeviceGetName(handle)),
             nvlink_domain=_domain(nvml, handle),
-            numa=_ask(nvml, "nvmlDeviceGetNumaNodeId", handle, default=-1),
+            numa=_numa(card),
             trouble=_trouble(nvml, handle),
         )
     except (nvml.NVMLError, AttributeError) as error:  # a card that NVML does not show, or an NVML older than the questions
@@ -52,8 +53,13 @@ def device_facts(card: Card, nvml: Any = None) -> DeviceFacts:
 
 
 def _unknown(card: Card, why: Exception) -> DeviceFacts:
-    log.warning("NVML does not answer (%s): links, NUMA node and health of %s are not known", why, card.name)
-    return DeviceFacts(type=card.name)
+    log.warning("NVML does not answer (%s): links and health of %s are not known", why, card.name)
+    return DeviceFacts(type=card.name, numa=_numa(card))
+
+
+def _numa(card: Card) -> int:
+    """By the kernel: NVML's own question is about cards whose memory is a NUMA node."""
+    return node_of(f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0")
 
 
 def _domain(nvml: Any, handle: Any) -> str:

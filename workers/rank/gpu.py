@@ -19,6 +19,7 @@ from workers.rank.device import DeviceRank
 from workers.rank.device_facts import device_facts
 from workers.rank.device_load import GpuLoad, LoadProbe, gpu_link_bytes_per_s
 from workers.rank.host_memory import available_bytes
+from workers.rank.numa import stay_beside
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class GpuRank(DeviceRank):
             return report.torch_bytes + report.other_bytes
 
         self.facts = device_facts(torch.cuda.get_device_properties(device))
+        stay_beside(self.facts.numa)
         parking = ParkingSpace(pinned, CopyEngine(lanes_of(arena)))
         super().__init__(config, device, arena, memory, taken_bytes, driver.make_current, parking)
 

@@ -285,3 +285,6 @@ def test_a_card_in_trouble_takes_nothing_and_links_bound_a_tensor_split() -> Non
         ranks = (*linked[:2], msgspec.structs.replace(linked[2], trouble=trouble))
         seen = observed(msgspec.structs.replace(record("p"), device="cuda", ranks=ranks))
         assert places(decide(site, seen, Placed(()))) == expected
+    sockets = tuple(msgspec.structs.replace(rank, nvlink_domain="", numa=min(rank.index, 1)) for rank in linked)
+    seen = observed(msgspec.structs.replace(record("p"), device="cuda", ranks=sockets))
+    assert places(decide(site, seen, Placed(()))) == [("m", "p", (1, 2))]

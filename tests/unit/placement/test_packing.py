@@ -8,6 +8,7 @@ from meta_models import meta_model, shape_of
 from sites import GIB, model, node
 
 from gateway.api.checkpoint import open_checkpoint
+from placement.explain import why
 from placement.packing import place
 from placement.scoring import BALANCE, CONSOLIDATE
 from placement.types import Device, ModelRequest, PlacedGroup, Plan, Snapshot
@@ -62,6 +63,45 @@ def test_nvlink_domains_bound_tensor_parallel() -> None:
     plan = place(Snapshot(devices, (model("m", 40, tensor_parallel=4), model("s", 40, tensor_parallel=2))))
     assert "m" in plan.refusals
     assert set(places(plan, "s")[0][1]) in ({0, 1}, {2, 3})
+
+
+def pcie(pool: str, name: str, gib: tuple[float, ...], first_rank: int = 0) -> tuple[Device, ...]:
+    """Cards without NVLink: the first half on one NUMA node, the others on another."""
+    return tuple(replace(node(pool, name, 1, size, first_rank + at)[0], numa=at * 2 // len(gib)) for at, size in enumerate(gib))
+
+
+def test_shards_without_nvlink_stay_inside_a_numa_node() -> None:
+    """Also where the most free devices are not, and on a node where others have less free; NVLink makes it irrelevant."""
+    uneven = pcie("p", "n", (24, 30, 29, 24))
+    assert places(place(Snapshot(uneven, (model("m", 40),))), "m")[0][1] == (0, 1)
+    linked = tuple(replace(device, nvlink_domain="a") for device in uneven)
+    assert places(place(Snapshot(linked, (model("m", 40),))), "m")[0][1] == (1, 2)
+    others = pcie("p", "n0", (48, 48)) + pcie("p", "n1", (24, 24, 24, 24), first_rank=2)
+    for gib, pipeline, ranks in ((40, 1, {2, 3}), (70, 2, {2, 3, 4, 5})):
+        plan = place(Snapshot(others, (model("m", gib, tensor_parallel=2, pipeline_parallel=pipeline),)))
+        assert set(places(plan, "m")[0][1]) == ranks
+
+
+def test_shards_cross_numa_nodes_where_none_has_room_and_say_so() -> None:
+    models = (model("m", 40),)
+
+    def told(devices: tuple[Device, ...], group: PlacedGroup) -> str:
+        return "\n".join(why(Snapshot(devices, models, (group,)), group))
+
+    tight = pcie("p", "n", (24, 4, 4, 24))
+    (group,) = place(Snapshot(tight, models)).groups
+    assert group.ranks == (0, 3)
+    assert "between NUMA nodes 0 and 1: none has 2 devices with room" in told(tight, group)
+    roomy = pcie("p", "n", (24, 24, 4, 24))
+    assert "one has room by now" in told(roomy, group)
+    assert "inside NUMA node 0" in told(roomy, replace(group, ranks=(0, 1)))
+    assert "over NVLink" in told(tuple(replace(device, nvlink_domain="a") for device in roomy), group)
+
+
+def test_a_replica_goes_to_another_node_though_its_shards_cross_numa_nodes_there() -> None:
+    devices = pcie("p", "n0", (24, 24, 24, 24)) + pcie("p", "n1", (24, 4, 4, 24), first_rank=4)
+    plan = place(Snapshot(devices, (model("m", 40, replicas=2),)))
+    assert [ranks for _, ranks, *_ in places(plan, "m")] == [(0, 1), (4, 7)]
 
 
 def test_replicas_spread_over_nodes_then_pools() -> None:

@@ -28,7 +28,10 @@ def sites(draw: st.DrawFn) -> Snapshot:
             count = draw(st.sampled_from([1, 2, 4]))
             size = draw(st.sampled_from([8, 24, 80]))
             kind = "cuda" if pool < 2 else "cpu"
-            devices += node(f"p{pool}", f"n{pool}-{index}", count, size, first, kind=kind, cordoned=draw(st.integers(0, 9)) == 0)
+            cordoned = draw(st.integers(0, 9)) == 0
+            sockets = draw(st.sampled_from([0, 1, 2]))
+            cards = node(f"p{pool}", f"n{pool}-{index}", count, size, first, kind=kind, cordoned=cordoned)
+            devices += [replace(card, numa=card.rank % sockets if sockets else -1) for card in cards]
             first += count
     models: list[ModelRequest] = []
     for index in range(draw(st.integers(1, 8))):
