@@ -111,7 +111,8 @@ def _exchange(snapshot: Snapshot, group: PlacedGroup, free: FreeMemory) -> Itera
         now = (
             f"none has {len(stage)} devices with room" if apart else "one has room by now, and what is placed moves for need only"
         )
-        yield f"rank {', '.join(map(str, stage))} exchange over PCIe and between NUMA nodes {' and '.join(map(str, nodes))}: {now}"
+        crossed = " and ".join(map(str, nodes))
+        yield f"rank {', '.join(map(str, stage))} exchange over PCIe and between NUMA nodes {crossed}: {now}"
 
 
 def _other(request: ModelRequest, group: PlacedGroup, device: Device, domain: Domain | None, free: FreeMemory, need: int) -> str:

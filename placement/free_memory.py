@@ -43,7 +43,7 @@ class Domain:
         return Domain(self.key, self.kind, self.index, free, self.used, used_free, self.sort, self.type, self.numa)
 
     def most_free(self, count: int, need_bytes: int) -> tuple[list[tuple[int, int]], bool]:
-        """(`count` of its devices, whether they are apart): those with most free, of one NUMA node where one has so many that fit."""
+        """(`count` of its devices, whether they are apart): the most free ones, of one NUMA node where one has so many."""
         if count > 1 and self.numa:
             parts = []
             for node in sorted(set(self.numa.values())):
