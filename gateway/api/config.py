@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 
+from gateway.api.server_source import FORMS, ServerAddress, server_address
+
 API_VERSION = "modelyard/v1"
 NAME_PATTERN = r"^[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?$"
 
@@ -35,6 +37,8 @@ _BYTES_SCHEMA = {
 }
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=0), WithJsonSchema(_BYTES_SCHEMA)]
 Name = Annotated[str, Field(pattern=NAME_PATTERN)]
+HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
+"""Of an HTTP header or a key of gRPC metadata; both are lower case here."""
 
 
 class Strict(BaseModel):
@@ -109,11 +113,39 @@ class ScalingSpec(Strict):
         return self
 
 
+class ServerSpec(Strict):
+    """How gateways ask a server that runs elsewhere. Keys are named here, never written."""
+
+    key_env: str | None = Field(
+        default=None, pattern=r"^[A-Za-z_][A-Za-z0-9_]*$", description="Variable in the gateways' environment that holds its key."
+    )
+    key_file: str | None = Field(default=None, description="File on the gateways' nodes that holds its key; read again at once.")
+    key_header: HeaderName = Field(default="authorization", description="Where the key goes. authorization: as `Bearer KEY`.")
+    ca: str | None = Field(default=None, description="PEM file of the authorities that it is trusted by. Default: the system's.")
+    silent_s: float = Field(
+        default=60.0,
+        gt=0,
+        description="With requests in flight and nothing heard for so long it leaves its routes, until it answers a probe.",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> ServerSpec:
+        if self.key_env is not None and self.key_file is not None:
+            raise ValueError("server has key_env and key_file; name one of them")
+        return self
+
+
 class ModelSpec(Strict):
     source: str = Field(
         description="package:NAME (a GGUF or safetensors inside an installed Python package), file:PATH (a .gguf file or a "
-        "Hugging Face directory), or a plain path."
+        f"Hugging Face directory), or a plain path. Or a server that already runs, which is asked and not managed: {FORMS}."
     )
+    tokenizer: str | None = Field(
+        default=None,
+        description="Of a server that already runs: its tokenizer, as `source` names files. Prompts are then tokenized here, "
+        "and it is sent token ids. Absent: it is sent text.",
+    )
+    server: ServerSpec = Field(default=ServerSpec(), description="Of a server that already runs: how it is asked.")
     engine: Literal["torch", "trtllm"] = "torch"
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4", "fp8"] = Field(
         default="auto", description="auto: the checkpoint's own (4-bit stays 4-bit)."
@@ -144,8 +176,52 @@ class ModelSpec(Strict):
     load: LoadSpec | None = Field(default=None, description="Expected load; see `yard simulate` for what a trace would need.")
     chat_template: str | None = Field(default=None, description="Jinja template that replaces the checkpoint's own.")
 
+    @property
+    def address(self) -> ServerAddress | None:
+        """Of a server that runs elsewhere; None of a model that pools hold."""
+        return server_address(self.source)
+
+    @property
+    def is_managed(self) -> bool:
+        return self.address is None
+
+    @property
+    def answers_in_text(self) -> bool:
+        """Its server sends no token ids."""
+        return self.address is not None and self.address.protocol == "openai"
+
+    @property
+    def reads_text(self) -> bool:
+        """Its server takes prompts as they are written; no tokenizer of it is here."""
+        return self.address is not None and self.tokenizer is None
+
     @model_validator(mode="after")
     def _check(self) -> ModelSpec:
+        address = self.address
+        if address is None:
+            for name in ("tokenizer", "server"):
+                if getattr(self, name) != ModelSpec.model_fields[name].default:
+                    raise ValueError(f"{name} is for a source that is a server: {FORMS}; leave it out")
+            return self._check_managed()
+        return self._check_server(address)
+
+    def _check_server(self, address: ServerAddress) -> ModelSpec:
+        """It has no place in a pool, no engine and no memory here, so nothing may be said of them."""
+        for name, known in ModelSpec.model_fields.items():
+            if name not in _OF_SERVERS and getattr(self, name) != known.default:
+                raise ValueError(f"{name} has no meaning for a server that runs elsewhere, which is not managed; leave it out")
+        for name, known in LimitsSpec.model_fields.items():
+            if name not in ("concurrency", "queue") and getattr(self.limits, name) != known.default:
+                raise ValueError(f"limits.{name} has no meaning for a server that runs elsewhere; leave it out")
+        if self.replicas > 1:
+            raise ValueError("replicas: a server is one replica; make a Model of each server, and a Route with all of them")
+        if self.chat_template is not None and self.tokenizer is None:
+            raise ValueError("chat_template: the server uses its own; a template here needs tokenizer")
+        if self.server.ca is not None and not address.tls:
+            raise ValueError("server.ca: the source is without TLS; write openai+https://, or leave it out")
+        return self
+
+    def _check_managed(self) -> ModelSpec:
         for name in ("tensor_parallel", "pipeline_parallel"):
             value = getattr(self, name)
             if value != "auto" and value < 1:
@@ -159,13 +235,12 @@ class ModelSpec(Strict):
         return self
 
 
+_OF_SERVERS = ("source", "tokenizer", "server", "context", "replicas", "priority", "limits", "chat_template")
+
+
 class TargetSpec(Strict):
     model: Name
     weight: int = Field(default=100, ge=0, le=1_000_000)
-
-
-HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
-"""Of an HTTP header or a key of gRPC metadata; both are lower case here."""
 
 
 class CanaryRouteSpec(Strict):

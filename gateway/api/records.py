@@ -166,6 +166,7 @@ class GatewayRecord(msgspec.Struct, frozen=True):
     requests_in_flight: int = 0
     degraded: bool = False
     version: str = ""
+    servers: tuple[GroupRecord, ...] = ()  # models whose servers run elsewhere, as this gateway finds them; without ranks
 
 
 class DesiredObject(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ def exit_code(answer: admin.PlanResponse) -> int:
     if any(item.action == "none" for item in answer.placements):
         return IMPOSSIBLE
     changed = any(item.action != "unchanged" for item in answer.changes)
-    return CHANGES if changed or any(item.action != "keep" for item in answer.placements) else NOTHING
+    return CHANGES if changed or any(item.action not in ("keep", "external") for item in answer.placements) else NOTHING
 
 
 def plain(placements: Iterable[admin.Placement]) -> list[dict[str, Any]]:
@@ -71,7 +71,7 @@ def _row(item: admin.Placement) -> tuple[object, ...]:
     return (
         item.model,
         item.action,
-        item.pool or "nowhere",
+        item.pool or ("elsewhere" if item.action == "external" else "nowhere"),
         ",".join(map(str, item.ranks)) or "-",
         item.path or "-",
         printing.size(item.bytes) if item.bytes else "-",

@@ -34,12 +34,18 @@ def ps(server: ServerOption = None, output: OutputOption = Output.table) -> None
 
 def _print_status(status: SiteStatus) -> None:
     redis = "" if status.redis == "ok" else " · Redis not reachable, serving from the last snapshot"
+    from gateway.state.servers import server_groups
+
     typer.echo(f"site {status.site} · revision {status.revision}{redis}\n")
     ranks = [row for pool in status.pools for row in _rank_rows(pool)]
     printing.table(("POOL", "RANK", "NODE", "PID", "DEVICE", "MEMORY USED", "CAPACITY", "STATE"), ranks, nothing="no pool")
     typer.echo()
     groups = [row for pool in status.pools for row in _group_rows(pool)]
     header = ("MODEL", "POOL", "RANKS", "TP×PP", "PRECISION", "STATE", "RUNNING", "WAITING", "NOTE")
+    groups += [
+        (group.model, "elsewhere", "-", "-", "-", group.state, group.running, "-", group.reason)
+        for _, group in sorted(server_groups(status.gateways).items())
+    ]
     placed = {row[0] for row in groups}
     unplaced = status.controller.unplaced if status.controller else {}
     for model in status.models:

@@ -47,6 +47,9 @@ from placement.footprint import common_type, measured_of
 from placement.replanning import replan
 from placement.types import PlacedGroup
 
+_OF_SERVERS = {"tokenizer", "server"}
+"""What a managed model cannot have; drivers of an older version, as in an upgrade, do not know it."""
+
 
 def decide(desired: Desired, observed: Observed, placed: Placed) -> Decision:
     """See the page above. Must not log, wait or read a clock."""
@@ -157,7 +160,7 @@ def _assignments(groups: Iterable[PlacedGroup], desired: Desired, record: PoolRe
         Assignment(
             model=model,
             generation=desired.models[model].generation,
-            spec_json=desired.models[model].spec.model_dump_json(),
+            spec_json=desired.models[model].spec.model_dump_json(exclude=_OF_SERVERS),
             groups=[
                 Group(
                     ranks=group.ranks,

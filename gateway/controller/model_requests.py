@@ -98,7 +98,8 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoints")
 
     def asked(self, models: Mapping[str, ModelEntry]) -> dict[str, AskedModel]:
-        """What is known now, at once; readings that are due begin."""
+        """What is known now of those that are managed, at once; readings that are due begin."""
+        models = {name: entry for name, entry in models.items() if entry.spec.is_managed}
         wanted = {entry.spec.source for entry in models.values()}
         for source in self._readings.keys() - wanted:
             if self._readings[source].task is None:
@@ -108,7 +109,7 @@ class Checkpoints:
     async def settle(self, models: Mapping[str, ModelEntry]) -> dict[str, AskedModel]:
         """The same after all their sources were read once."""
         self.asked(models)
-        tasks = [self._readings[entry.spec.source].task for entry in models.values()]
+        tasks = [self._readings[entry.spec.source].task for entry in models.values() if entry.spec.is_managed]
         await asyncio.gather(*(task for task in tasks if task is not None))
         return self.asked(models)
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from gateway.api.proto.pool_pb2 import End, Hold, Tokens
+from gateway.link.words import Words
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,29 +17,43 @@ class Lost:
     reason: str
 
 
-Event = tuple[int, Tokens | End | Hold | Lost]
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What a server sends that answers in text. `tokens`: as many as it is known to be of; `stop_reason`: what ended it, with
+    the last."""
+
+    text: str
+    tokens: int = 0
+    stop_reason: str = ""
+
+
+Event = tuple[int, Tokens | Text | End | Hold | Lost]
 """(choice index, what happened); the index of Lost is -1."""
 
 
 class Flight:
     """Written by the link, read by the one task that serves the request. All of a frame is one wakeup.
 
-    `on_computed(failed)` is called once nothing more will come of its sequences, whether or not what came was read.
+    `on_computed(failed)` is called once nothing more will come of its sequences, whether or not what came was read. `words` are
+    for servers that read text.
     """
 
-    __slots__ = ("_failed", "_inbox", "_on_computed", "_open", "_waiter", "began")
+    __slots__ = ("_failed", "_inbox", "_on_computed", "_open", "_waiter", "began", "words")
 
-    def __init__(self, sequences: int = 1, on_computed: Callable[[bool], None] = lambda failed: None) -> None:
+    def __init__(
+        self, sequences: int = 1, on_computed: Callable[[bool], None] = lambda failed: None, words: Words | None = None
+    ) -> None:
         self.began = False  # a token has come
+        self.words = words or Words()
         self._open = sequences
         self._failed = False
         self._on_computed = on_computed
         self._inbox: list[Event] = []
         self._waiter: asyncio.Future[None] | None = None
 
-    def push(self, index: int, event: Tokens | End | Hold | Lost) -> None:
+    def push(self, index: int, event: Tokens | Text | End | Hold | Lost) -> None:
         self._inbox.append((index, event))
-        if isinstance(event, Tokens):
+        if isinstance(event, Tokens | Text):
             self.began = True
         elif isinstance(event, End | Lost):
             self._end(event)

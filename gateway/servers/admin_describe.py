@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.config import PoolSpec, RouteSpec
+from gateway.api.config import ModelSpec, PoolSpec, RouteSpec
 from gateway.api.records import DesiredObject, RouteStatus
 from gateway.state.edits import parse_document
 from gateway.state.route_gate import Readiness
@@ -29,7 +29,7 @@ def describe(stored: DesiredObject, snapshot: Snapshot, observed: Observed) -> D
 
 
 def route_statuses(snapshot: Snapshot, observed: Observed) -> tuple[RouteStatus, ...]:
-    readiness = Readiness(observed.pools.values())
+    readiness = Readiness(observed.pools.values(), observed.gateways.values())
     return tuple(
         RouteStatus(
             name=key.name,
@@ -44,7 +44,9 @@ def route_statuses(snapshot: Snapshot, observed: Observed) -> tuple[RouteStatus,
 
 
 def _model(stored: DesiredObject, snapshot: Snapshot, observed: Observed) -> Description:
-    name = stored.name
+    name, spec = stored.name, parse_document(stored.manifest).spec
+    if isinstance(spec, ModelSpec) and not spec.is_managed:
+        return _server(stored, spec, snapshot, observed)
     groups = [
         {"pool": pool.pool, **_plain(group)} for pool in observed.pools.values() for group in pool.groups if group.model == name
     ]
@@ -59,7 +61,7 @@ def _model(stored: DesiredObject, snapshot: Snapshot, observed: Observed) -> Des
         reasons.append("no controller is at work, so nothing is placed; see application `controller` in the Ray dashboard")
     elif name in controller.unplaced:
         reasons += controller.unplaced[name]
-    elif not groups and parse_document(stored.manifest).spec.replicas:
+    elif not groups and spec.replicas:
         reasons.append("its pool has been told to load it and has not begun")
     old = {group["generation"] for group in groups} - {stored.generation}
     if old:
@@ -69,10 +71,26 @@ def _model(stored: DesiredObject, snapshot: Snapshot, observed: Observed) -> Des
     return {"groups": groups, "routes": routes}, reasons
 
 
+def _server(stored: DesiredObject, spec: ModelSpec, snapshot: Snapshot, observed: Observed) -> Description:
+    """One that runs elsewhere: how each gateway finds it."""
+    found = {
+        gateway.gateway: _plain(group)
+        for gateway in observed.gateways.values()
+        for group in gateway.servers
+        if group.model == stored.name
+    }
+    routes = [status.name for status in route_statuses(snapshot, observed) if stored.name in dict(status.targets)]
+    reasons = [f"it is a server that runs elsewhere, so it is asked and not managed: {spec.source}"]
+    reasons += [f"gateway {name} finds it {one['state']}: {one['reason']}" for name, one in found.items() if one["reason"]]
+    if not found:
+        reasons.append("no gateway asks it" if spec.replicas else "spec.replicas is 0, so no gateway asks it")
+    return {"gateways": found, "routes": routes}, reasons
+
+
 def _route(stored: DesiredObject, snapshot: Snapshot, observed: Observed) -> Description:
     spec = parse_document(stored.manifest).spec
     assert isinstance(spec, RouteSpec)
-    readiness = Readiness(observed.pools.values())
+    readiness = Readiness(observed.pools.values(), observed.gateways.values())
     total = sum(target.weight for target in spec.targets)
     targets, reasons = [], []
     for target in spec.targets:

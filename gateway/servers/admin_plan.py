@@ -64,7 +64,8 @@ class Planner:
             seen = {_place(row) for row in gone if row.action != "unload"}
             came = _placements(again, generations, {**pools, **back}, closing, reloading)
             rows = gone + [row for row in came if _place(row) not in seen]
-        return await with_engine_notes(rows, site.models, pools, self._cache_dir)
+        rows = await with_engine_notes(rows, site.models, pools, self._cache_dir)
+        return rows + _elsewhere(site)
 
     async def why(
         self,
@@ -101,6 +102,15 @@ class Planner:
             models = self._checkpoints.asked(site.models)
         models = with_measured(models, remember(footprints, pools.values()), pools.values())
         return site, Desired(as_placed(models, placed or ()), site.desired_pools)
+
+
+def _elsewhere(site: SiteView) -> list[Placement]:
+    """Servers that already run: nothing is loaded or unloaded for them."""
+    return [
+        Placement(model=name, action="external", reasons=[f"not managed: requests go to {entry.spec.source}"])
+        for name, entry in site.models.items()
+        if not entry.spec.is_managed
+    ]
 
 
 def _reloads(before: SiteView, after: SiteView, model: str) -> bool:

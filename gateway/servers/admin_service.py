@@ -26,7 +26,7 @@ from gateway.servers.admin_describe import describe, route_statuses
 from gateway.servers.admin_guard import actor_of
 from gateway.servers.admin_plan import Planner, after_writes
 from gateway.servers.grpc_errors import abort
-from gateway.servers.residency import set_residency
+from gateway.servers.residency import refuse_unmanaged, set_residency
 from gateway.state.connection import LOST, refused
 from gateway.state.diff import yaml_diff
 from gateway.state.edits import Put, Write, apply_edit, delete_edit, rollback_edit, switch_edit
@@ -136,7 +136,8 @@ class AdminService(AdminServicer):
         key = ObjectKey(request.kind, request.name)
         edit: Edit = functools.partial(delete_edit, key=key, force=request.force)
         if not request.force:
-            edit = kept_closed(not_stranding(edit, (await self._store.observed()).pools))
+            observed = await self._store.observed()
+            edit = kept_closed(not_stranding(edit, observed.pools, observed.gateways))
         commit = await self._store.transact(edit, _actor(context, self.view))
         return pb.DeleteResponse(change=_change(commit.writes[0]))
 
@@ -225,7 +226,8 @@ class AdminService(AdminServicer):
 
     @_answering
     async def SetResidency(self, request: pb.SetResidencyRequest, context: Context) -> pb.SetResidencyResponse:
-        _, observed = await self._read(context)
+        snapshot, observed = await self._read(context)
+        refuse_unmanaged(snapshot, request.model)
         states = await set_residency(observed.pools.values(), self._secret, request.model, request.residency)
         return pb.SetResidencyResponse(states=states)
 
@@ -249,7 +251,8 @@ class AdminService(AdminServicer):
             return None, ()
 
     async def _readiness(self) -> Readiness:
-        return Readiness((await self._store.observed()).pools.values())
+        observed = await self._store.observed()
+        return Readiness(observed.pools.values(), observed.gateways.values())
 
     async def _read(self, context: Context) -> tuple[Snapshot, Observed]:
         view = self.view
@@ -267,8 +270,9 @@ class AdminService(AdminServicer):
 
     def _safe(self, edit: Edit, observed: Observed) -> Edit:
         """With all that an apply makes sure of, unless it is forced."""
-        pools, controller = observed.pools, observed.controller
-        safe = kept_closed(not_stranding(guarded(gated(edit, Readiness(pools.values()), explicit=False), pools), pools))
+        pools, gateways, controller = observed.pools, observed.gateways, observed.controller
+        ready = gated(edit, Readiness(pools.values(), gateways.values()), explicit=False)
+        safe = kept_closed(not_stranding(guarded(ready, pools), pools, gateways))
         return safe if self._ray_grows or controller is None else held(safe, controller.nodes)
 
 

@@ -64,6 +64,7 @@ class ChoiceStream:
         "_matcher",
         "_produced",
         "_stop_ids",
+        "_stop_reason",
         "_text",
         "_want_tokens",
         "completion_tokens",
@@ -71,29 +72,42 @@ class ChoiceStream:
         "index",
     )
 
-    def __init__(self, index: int, request: GenerationRequest, text: ModelText, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, index: int, request: GenerationRequest, text: ModelText | None, prompt_ids: Sequence[int]) -> None:
+        """`text` None: of a server that answers in text."""
         self.index = index
         self.finished = False
         self.completion_tokens = 0
         self._text = text
-        self._detokenizer = text.detokenizer(prompt_ids)
+        self._detokenizer = None if text is None else text.detokenizer(prompt_ids)
         self._matcher = StopStringMatcher(request.stop) if request.stop else None
         stop_ids = frozenset(request.stop_token_ids)
-        self._stop_ids = stop_ids if request.ignore_eos else stop_ids | text.eos_ids
+        self._stop_ids = stop_ids if request.ignore_eos or text is None else stop_ids | text.eos_ids
         self._want_tokens = request.return_token_ids or request.logprobs is not None
         self._held: list[_Held] = []
         self._produced = 0
         self._given = 0
+        self._stop_reason = ""  # as a server said it
+
+    def take_text(self, text: str, tokens: int, stop_reason: str) -> ChoiceDelta | None:
+        """As `take`, of what came as text."""
+        if self.finished:
+            return None
+        self.completion_tokens += tokens
+        self._stop_reason = stop_reason
+        delta = ChoiceDelta(self.index)
+        self._show(text, delta)
+        return delta if delta.text or delta.finish_reason else None
 
     def take(self, ids: Sequence[int], logprobs: Sequence[Logprob]) -> ChoiceDelta | None:
         """None when there is nothing to show yet. A delta with `finish_reason` means that a stop string ended the choice."""
-        if self.finished:
+        detokenizer = self._detokenizer
+        if self.finished or detokenizer is None:
             return None
         if self._matcher is None and not self._want_tokens:
             self.completion_tokens += len(ids)
             if ids[-1] in self._stop_ids:
                 ids = ids[:-1]
-            text = self._detokenizer.feed(ids) if ids else ""
+            text = detokenizer.feed(ids) if ids else ""
             return ChoiceDelta(self.index, text) if text else None
         delta = ChoiceDelta(self.index)
         for position, token in enumerate(ids):
@@ -103,7 +117,7 @@ class ChoiceStream:
             if self._want_tokens:
                 logprob = self._logprob(token, logprobs[position]) if logprobs else None
                 self._held.append(_Held(token, logprob, self._produced))
-            self._show(self._detokenizer.feed((token,)), delta)
+            self._show(detokenizer.feed((token,)), delta)
             if self.finished:
                 break
         return delta if delta.text or delta.token_ids or delta.finish_reason else None
@@ -113,7 +127,8 @@ class ChoiceStream:
         if self.finished:
             return None
         delta = ChoiceDelta(self.index)
-        self._show(self._detokenizer.finish(), delta)
+        if self._detokenizer is not None:
+            self._show(self._detokenizer.finish(), delta)
         if self.finished:
             return delta
         self.finished = True
@@ -121,8 +136,8 @@ class ChoiceStream:
             delta.text += self._matcher.finish()
         self._release(len(self._held), delta)
         delta.finish_reason = finish_reason
-        if finish_reason == "stop" and stop_token_id >= 0:
-            delta.stop_reason = str(stop_token_id)
+        if finish_reason == "stop":
+            delta.stop_reason = str(stop_token_id) if stop_token_id >= 0 else self._stop_reason
         return delta
 
     def _show(self, text: str, delta: ChoiceDelta) -> None:
@@ -154,6 +169,7 @@ class ChoiceStream:
                 delta.logprobs.append(held.logprob)
 
     def _logprob(self, token: int, given: Logprob) -> TokenLogprob:
+        assert self._text is not None
         raw = self._text.token_bytes
         alternatives = [
             TokenLogprob(other, raw(other), value, self._produced)

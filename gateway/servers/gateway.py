@@ -90,6 +90,7 @@ class Gateway:
         """YardError when an address cannot be listened on."""
         tracing.start("modelyard-gateway")
         self.view.subscribe(self._follow)
+        self._links.on_server = self._health.refresh
         await self._node_metrics.start()
         logs.install(Path(self._runtime.run_dir), f"gateway-{self._node_metrics.place}")
         admin = AdminService(self._store, self.view, self._runtime)
@@ -158,6 +159,7 @@ class Gateway:
         """After each change of the view."""
         self._metrics.route_switches.follow()
         self._links.reconcile(self.view.pools)
+        self._links.follow_servers(self.view.models)
         self._library.prefetch(self.view.models)
         self._quotas.tenants_changed()
         self._health.refresh()
@@ -169,15 +171,18 @@ class Gateway:
     async def _heartbeat(self) -> None:
         keys, redis = self._store.keys, self._store.redis
         known = False
+        states: list[tuple[str, str]] = []  # of servers that run elsewhere
         while True:
             if self._health.accepting and drain.asked(Path(self._runtime.run_dir)):
                 self._health.set_accepting(False)
-            record = msgspec.json.encode(self._record())
+            found = self._record()
+            before, states = states, [(group.model, group.state) for group in found.servers]
+            record = msgspec.json.encode(found)
             try:
                 async with redis.pipeline(transaction=False) as pipe:
                     pipe.set(keys.gateway(self._id), record, px=int(HEARTBEAT_TTL_S * 1000))
                     pipe.sadd(keys.gateways, self._id)
-                    if not known:
+                    if not known or states != before:
                         pipe.publish(keys.observed, f"gateway:{self._id}")
                     await pipe.execute()
                 known = True
@@ -209,4 +214,5 @@ class Gateway:
             requests_in_flight=self._links.in_flight,
             degraded=self.view.degraded,
             version=self._runtime.version,
+            servers=self._links.servers(),
         )

@@ -13,14 +13,16 @@ from gateway.admission.gate import Ticket
 from gateway.api.errors import ErrorCode, YardError, invalid, unavailable
 from gateway.api.proto.pool_pb2 import End, Hold, Submit, Tokens
 from gateway.api.records import HEARTBEAT_S
-from gateway.link.flight import Flight, Lost
-from gateway.link.pool_link import PoolLink
+from gateway.link.flight import Flight, Lost, Text
+from gateway.link.link import Link
+from gateway.link.words import Words
 from gateway.routing import route_table
 from gateway.routing.ask import Ask
 from gateway.servers.choice_stream import ChoiceDelta, ChoiceStream
 from gateway.servers.generation_path import RETRY_AFTER_S, GenerationPath
 from gateway.servers.request import GenerationRequest, answer_budget, check, check_ids, check_kind, resolved_sampling
 from gateway.servers.request_record import RequestRecord
+from gateway.servers.server_words import check_words, estimated_tokens, words_of
 from gateway.servers.submits import prompt_tokens, submits
 from gateway.text.response_filter import AnswerFilter
 
@@ -77,7 +79,7 @@ class Generation:
         self._unsettled: set[int] = set()  # choices that a stop string ended, of which the pool has not said the end
         self._submits: list[Submit] = []
         self._flight = Flight()
-        self._link: PoolLink | None = None
+        self._link: Link | None = None
         self._ids: list[int] = []
         self._retried = False
         self._started = False
@@ -85,7 +87,8 @@ class Generation:
         self._ask = Ask()
         self._ticket: Ticket | None = None
         self._entering: asyncio.Future[Ticket] | None = None
-        self._charged = False
+        self._words: Words | None = None  # for a model whose server runs elsewhere
+        self._charged: int | None = None  # prompt tokens that were taken of the quota
         self.embedding = b""  # of a request for one, once it is done: fp32, little endian
         self._ended_by = ErrorCode.CANCELLED  # when it ends before it is done
         self._record = RequestRecord(request)
@@ -162,7 +165,7 @@ class Generation:
             self.resolved = resolved
         if path.quotas is not None:
             await path.quotas.admit(self._caller, self.usage.prompt_tokens)
-            self._charged = True
+            self._charged = self.usage.prompt_tokens
             if self._closed:
                 self._pay()
 
@@ -189,22 +192,30 @@ class Generation:
 
     async def _aim(self, resolved: route_table.Resolved) -> None:
         """Makes the sequences for one model, ready to be sent."""
-        self.resolved, request = resolved, self.request
-        text = await self._path.text(resolved)
-        check_kind(request, embeds=text.embeds)
-        context = self._path.context(resolved, text)
-        prompt_ids = await prompt_tokens(request, text, context)
-        check_ids(request.stop_token_ids, text.vocabulary_size, "stop_token_ids")
-        max_tokens = answer_budget(request, len(prompt_ids), context)
-        sampling = resolved_sampling(request, text.defaults, self._path.rng)
-        self.usage.prompt_tokens = len(prompt_ids)
+        self.resolved, request, spec = resolved, self.request, resolved.entry.spec
+        self._words = None if spec.is_managed else words_of(request)
+        if spec.answers_in_text:
+            check_words(request, resolved.model, spec)
+        if spec.reads_text:
+            text, prompt_ids, max_tokens = None, [], request.max_tokens or 0
+            self.usage.prompt_tokens = estimated_tokens(request)
+        else:
+            text = await self._path.text(resolved)
+            check_kind(request, embeds=text.embeds)
+            context = self._path.context(resolved, text)
+            prompt_ids = await prompt_tokens(request, text, context)
+            check_ids(request.stop_token_ids, text.vocabulary_size, "stop_token_ids")
+            max_tokens = answer_budget(request, len(prompt_ids), context)
+            self.usage.prompt_tokens = len(prompt_ids)
+        sampling = resolved_sampling(request, text.defaults if text else {}, self._path.rng)
         self._unsettled.clear()
-        self._choices = [ChoiceStream(index, request, text, prompt_ids) for index in range(request.n)]
+        shown = None if spec.answers_in_text else text
+        self._choices = [ChoiceStream(index, request, shown, prompt_ids) for index in range(request.n)]
         self._filters = self._response_filters(resolved)
         self._running = request.n
         self._submits = submits(request, resolved, self._caller, prompt_ids=prompt_ids, max_tokens=max_tokens, sampling=sampling)
 
-    async def _launch(self, avoid: PoolLink | None) -> None:
+    async def _launch(self, avoid: Link | None) -> None:
         """Sends the sequences to a pool that has the model, for which it may wait.
 
         Not to the one that just failed before its heartbeat says anew what it has: what was heard earlier is known to be wrong.
@@ -231,7 +242,7 @@ class Generation:
             if not silent or self._loop.time() - began > HEARSAY_S:
                 avoid = None
 
-    def _submit(self, link: PoolLink) -> None:
+    def _submit(self, link: Link) -> None:
         timeout_ms = 0
         if self.request.deadline is not None:
             timeout_ms = int(min((self.request.deadline - self._loop.time()) * 1000, LONGEST_TIMEOUT_MS))
@@ -239,7 +250,7 @@ class Generation:
                 raise self._deadline_error()
         for submit in self._submits:
             submit.timeout_ms = timeout_ms
-        self._flight = Flight(len(self._submits), self._computed)
+        self._flight = Flight(len(self._submits), self._computed, self._words)
         self._link = link
         self._ids = link.submit(self._flight, self._submits)
 
@@ -253,7 +264,7 @@ class Generation:
             news: list[ChoiceDelta] = []
             hold: Hold | None = None
             for index, event in events:
-                if isinstance(event, Tokens):
+                if isinstance(event, Tokens | Text):
                     self._take(index, event, news)
                 elif isinstance(event, End):
                     if (event.error_code or event.finish_reason == "error") and index not in self._unsettled:
@@ -281,17 +292,21 @@ class Generation:
         """All choices have ended; `usage` is complete."""
         return self._running == 0 and bool(self._choices)
 
-    def _take(self, index: int, tokens: Tokens, news: list[ChoiceDelta]) -> None:
-        if not tokens.ids:
+    def _take(self, index: int, event: Tokens | Text, news: list[ChoiceDelta]) -> None:
+        is_text = isinstance(event, Text)
+        if not (is_text or event.ids):
             return
-        if not self._started:
+        if not self._started and not (is_text and not event.text):
             self._started = True
             self._record.first_token()
-        if self.request.embed:
-            self.embedding = tokens.embedding
-            return
         choice = self._choices[index]
-        delta = choice.take(tokens.ids, tokens.logprobs)
+        if is_text:
+            delta = choice.take_text(event.text, event.tokens, event.stop_reason)
+        elif self.request.embed:
+            self.embedding = event.embedding
+            return
+        else:
+            delta = choice.take(event.ids, event.logprobs)
         if delta is None:
             return
         _add(news, delta)
@@ -348,6 +363,8 @@ class Generation:
 
     def _heard(self, index: int, end: End) -> None:
         self._unsettled.discard(index)
+        if self._words is not None and end.prompt_tokens:
+            self.usage.prompt_tokens = end.prompt_tokens  # as its server counts
         self.usage.cached_tokens = max(self.usage.cached_tokens, end.cached_tokens)
 
     def _end(self, index: int, end: End, news: list[ChoiceDelta]) -> None:
@@ -432,12 +449,12 @@ class Generation:
     def _pay(self) -> None:
         """Who was not let through has used no quota."""
         quotas = self._path.quotas
-        if not self._charged or quotas is None:
+        if self._charged is None or quotas is None:
             return
         if self._ticket is None:
-            quotas.give_back(self._caller, self.usage.prompt_tokens)
+            quotas.give_back(self._caller, self._charged)
         else:
-            quotas.charge(self._caller, self.tokens)
+            quotas.charge(self._caller, self.tokens + self.usage.prompt_tokens - self._charged)
 
     def _drop_sequences(self) -> None:
         if self._link is not None:

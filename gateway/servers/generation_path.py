@@ -7,9 +7,9 @@ import random
 from gateway.admission.caller import Caller
 from gateway.admission.gate import Gate
 from gateway.admission.quotas import Quotas
-from gateway.api.errors import YardError, unavailable
+from gateway.api.errors import YardError, invalid, unavailable
+from gateway.link.link import Link
 from gateway.link.link_set import LinkSet
-from gateway.link.pool_link import PoolLink
 from gateway.routing import route_table
 from gateway.routing.ask import Ask
 from gateway.routing.replica_choice import ReplicaChoice
@@ -35,7 +35,7 @@ class GenerationPath:
         self.library = library
         self.links = links
         self.rng = rng
-        self.choice = ReplicaChoice[PoolLink](rng)
+        self.choice = ReplicaChoice[Link](rng)
         self.quotas = quotas
         self.gate = Gate(self._room, self._queue_limit)
         self.shadows = ShadowTraffic(self)
@@ -56,7 +56,14 @@ class GenerationPath:
         return Ask(caller.tenant, caller.headers, caller.quality, pick=self.rng.random(), shadow_pick=self.rng.random())
 
     async def text(self, resolved: route_table.Resolved) -> ModelText:
-        """YardError(UNAVAILABLE) when this gateway cannot read the model's tokenizer, which is no fault of the request."""
+        """YardError(UNAVAILABLE) when this gateway cannot read the model's tokenizer, which is no fault of the request;
+        YardError(INVALID) where it has none."""
+        if resolved.entry.spec.reads_text:
+            raise invalid(
+                f"model `{resolved.model}` is a server that runs elsewhere, and its tokenizer is not here: set its "
+                "spec.tokenizer",
+                "model",
+            )
         try:
             return await self.library.get(resolved.model, resolved.entry)
         except YardError as error:
@@ -93,13 +100,16 @@ class GenerationPath:
         if not groups:
             return max(entry.spec.limits.queue, 1) - inside
         there = sum(link.load.sequences(model) for link in links)
-        return OVERCOMMIT * entry.spec.limits.concurrency * groups - max(there, inside)
+        overcommit = OVERCOMMIT if entry.spec.is_managed else 1  # a server's own queue is not known
+        return overcommit * entry.spec.limits.concurrency * groups - max(there, inside)
 
     def _queue_limit(self, model: str) -> int:
         entry = self.view.models.get(model)
         return 0 if entry is None else entry.spec.limits.queue * max(1, self.view.ready_groups(model))
 
     def why_unavailable(self, model: str) -> YardError:
+        if (server := self.links.server(model)) is not None:
+            return unavailable(f"model `{model}` cannot answer now: {server.reason}", RETRY_AFTER_S)
         groups = self.view.groups(model)
         if not groups:
             return unavailable(

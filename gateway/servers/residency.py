@@ -7,12 +7,15 @@ from collections.abc import Iterable
 
 import grpc
 
+from gateway.api.config import ModelSpec
 from gateway.api.errors import ErrorCode, YardError, not_found
 from gateway.api.grpc_options import CLIENT_OPTIONS
 from gateway.api.proto.pool_pb2 import SetResidencyRequest
 from gateway.api.proto.pool_pb2_grpc import PoolControlStub
 from gateway.api.records import PoolRecord
 from gateway.api.runtime import SECRET_METADATA_KEY
+from gateway.state.edits import parse_document
+from gateway.state.snapshot import ObjectKey, Snapshot
 
 CALL_S = 3.0
 
@@ -22,6 +25,13 @@ _CODES = {
     grpc.StatusCode.FAILED_PRECONDITION: ErrorCode.CONFLICT,
     grpc.StatusCode.ABORTED: ErrorCode.CONFLICT,
 }
+
+
+def refuse_unmanaged(snapshot: Snapshot, model: str) -> None:
+    stored = snapshot.objects.get(ObjectKey("Model", model))
+    spec = parse_document(stored.manifest).spec if stored is not None else None
+    if isinstance(spec, ModelSpec) and not spec.is_managed:
+        raise YardError(ErrorCode.CONFLICT, f"model `{model}` is a server that runs elsewhere: nothing of it is in memory here")
 
 
 async def set_residency(pools: Iterable[PoolRecord], secret: str, model: str, residency: str) -> dict[str, str]:

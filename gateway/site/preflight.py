@@ -141,7 +141,7 @@ def check_models(documents: Sequence[Located], cache_dir: Path) -> None:
 
     for document in documents:
         spec = document.manifest.spec
-        if isinstance(spec, ModelSpec) and spec.replicas > 0:
+        if isinstance(spec, ModelSpec) and spec.replicas > 0 and spec.is_managed:
             try:
                 open_checkpoint(spec.source, cache_dir)
             except YardError as error:

@@ -46,11 +46,11 @@ class SiteFiles:
         return replace(self, documents=left)
 
     def replicas(self) -> dict[str, int]:
-        """Model -> worker groups that must be ready."""
+        """Model -> worker groups that must be ready. Servers that run elsewhere are not this site's to wait for."""
         return {
             document.manifest.name: document.manifest.spec.replicas
             for document in self.documents
-            if isinstance(document.manifest.spec, ModelSpec)
+            if isinstance(document.manifest.spec, ModelSpec) and document.manifest.spec.is_managed
         }
 
     def pools(self) -> dict[str, PoolSpec]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gateway.api.records import SiteStatus
+from gateway.api.server_source import names_server
+from gateway.state.servers import server_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +26,16 @@ def summarize(status: SiteStatus) -> Summary:
         problems.append("Redis is not reachable, serving from the last snapshot")
     if status.controller is None:
         problems.append("no controller")
+    servers = server_groups(status.gateways)
     groups = [group for pool in status.pools for group in pool.groups]
     for model in status.models:
         spec = model.manifest.get("spec", {})
+        if names_server(str(spec.get("source", ""))):
+            server = servers.get(model.name)
+            if spec.get("replicas", 1) and (server is None or server.state != "ready"):
+                why = server.reason if server else "no gateway has looked at it yet"
+                problems.append(f"the server of model {model.name} does not answer: {why}")
+            continue
         wanted = spec.get("replicas", 1)
         if scaling := spec.get("scaling"):
             wanted = min(wanted, scaling.get("min_replicas", 1))

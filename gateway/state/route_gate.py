@@ -10,18 +10,22 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from gateway.api.config import ModelSpec, RouteSpec
 from gateway.api.errors import ErrorCode, YardError, unavailable
-from gateway.api.records import GroupRecord, PoolRecord
+from gateway.api.records import GatewayRecord, GroupRecord, PoolRecord
 from gateway.state.edits import Write, parse_document, targets_of
+from gateway.state.servers import ELSEWHERE, server_groups
 from gateway.state.snapshot import ObjectKey, Snapshot
 
 _COMING = ("waiting", "loading", "checking")
 
 
 class Readiness:
-    """Worker groups of the site by model, as the pools report them."""
+    """Worker groups of the site by model, as the pools report them; and servers that run elsewhere, as the gateways do."""
 
-    def __init__(self, pools: Iterable[PoolRecord]) -> None:
-        self._groups: dict[str, list[tuple[str, GroupRecord]]] = {}
+    def __init__(self, pools: Iterable[PoolRecord], gateways: Iterable[GatewayRecord] = ()) -> None:
+        self._servers = server_groups(gateways)
+        self._groups: dict[str, list[tuple[str, GroupRecord]]] = {
+            model: [(ELSEWHERE, group)] for model, group in self._servers.items()
+        }
         for pool in pools:
             for group in pool.groups:
                 self._groups.setdefault(group.model, []).append((pool.pool, group))
@@ -31,6 +35,9 @@ class Readiness:
 
     def coming(self, model: str) -> int:
         return sum(group.state in _COMING or group.residency == "waking" for _, group in self._groups.get(model, ()))
+
+    def is_server(self, model: str) -> bool:
+        return model in self._servers
 
     def parked(self, model: str) -> int:
         return sum(group.state == "parked" for _, group in self._groups.get(model, ()))
@@ -44,7 +51,11 @@ class Readiness:
         if not groups:
             return "it is in no pool"
         return ", ".join(
-            f"{group.state} in pool `{pool}`" + (f" ({group.reason})" if group.reason else "") for pool, group in groups
+            ("its server is " if pool == ELSEWHERE else "")
+            + group.state
+            + ("" if pool == ELSEWHERE else f" in pool `{pool}`")
+            + (f" ({group.reason})" if group.reason else "")
+            for pool, group in groups
         )
 
 
@@ -105,6 +116,8 @@ def _check(
     idle = [model for model in targets if present and not readiness.ready(model)]
     if ready >= needed and not idle:
         return
+    if ready and not idle and any(readiness.is_server(model) and readiness.ready(model) for model in targets):
+        return  # how much a server that runs elsewhere can do is not known here
     stories = "; ".join(f"`{model}`: {readiness.story(model)}" for model in targets)
     missing = f"{key} has {present} ready worker group(s) now and would have {ready}: {stories}"
     if ready + sum(readiness.coming(model) for model in targets) >= needed and any(readiness.coming(model) for model in targets):

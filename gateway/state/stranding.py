@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from gateway.api.config import Manifest, ModelSpec, PoolSpec, RouteSpec
 from gateway.api.errors import ErrorCode, YardError
-from gateway.api.records import GroupRecord, PoolRecord
+from gateway.api.records import GatewayRecord, GroupRecord, PoolRecord
 from gateway.state.edits import Write, parse_document, parsed_site
 from gateway.state.pool_gate import needs
 from gateway.state.route_gate import Readiness
@@ -16,7 +16,7 @@ Site = Mapping[ObjectKey, Manifest]
 
 
 def not_stranding(
-    edit: Callable[[Snapshot], Sequence[Write]], pools: Mapping[str, PoolRecord]
+    edit: Callable[[Snapshot], Sequence[Write]], pools: Mapping[str, PoolRecord], gateways: Mapping[str, GatewayRecord]
 ) -> Callable[[Snapshot], Sequence[Write]]:
     """The same edit, refused with YardError(CONFLICT) that names the routes and the fix."""
 
@@ -31,15 +31,15 @@ def not_stranding(
                 for write in writes
                 if write.key in changed and write.document is not None
             }
-            if problems := list(_problems(before, after, pools)):
+            readiness = Readiness(pools.values(), gateways.values())
+            if problems := list(_problems(before, after, pools, readiness)):
                 raise YardError(ErrorCode.CONFLICT, "\n".join(problems), field="spec")
         return writes
 
     return checked
 
 
-def _problems(before: Site, after: Site, pools: Mapping[str, PoolRecord]) -> Iterator[str]:
-    readiness = Readiness(pools.values())
+def _problems(before: Site, after: Site, pools: Mapping[str, PoolRecord], readiness: Readiness) -> Iterator[str]:
     for key, manifest in sorted(after.items()):
         had = before.get(key)
         if not isinstance(manifest.spec, RouteSpec) or had is None or not isinstance(had.spec, RouteSpec):
@@ -64,6 +64,8 @@ def _lost(name: str, after: Site, pools: Mapping[str, PoolRecord]) -> str:
         return f"`{name}` would be gone; give the route another target that is ready"
     if not manifest.spec.replicas:
         return f"`{name}` would have no replicas; raise its replicas, or give the route another target that is ready"
+    if not manifest.spec.is_managed:
+        return ""
     allowed = [key.name for key in after if key.kind == "Pool" and key.name in (manifest.spec.pools or (key.name,))]
     held = [(record, group) for record in pools.values() for group in record.groups if group.model == name]
     cordoned = {pool: _cordoned(pool, after) for pool in allowed}

@@ -64,7 +64,9 @@ def _stranded(site: Site, pool: ObjectKey) -> list[Problem]:
     if any(other.kind == "Pool" and other != pool for other in site):
         return []
     models = [
-        str(key) for key, manifest in sorted(site.items()) if isinstance(manifest.spec, ModelSpec) and manifest.spec.replicas
+        str(key)
+        for key, manifest in sorted(site.items())
+        if isinstance(manifest.spec, ModelSpec) and manifest.spec.replicas and manifest.spec.is_managed
     ]
     if not models:
         return []

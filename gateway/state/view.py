@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from gateway.api.config import Manifest, ModelSpec, PoolSpec, RouteSpec, TenantSpec
 from gateway.api.records import ControllerRecord, DesiredObject, GatewayRecord, GroupRecord, PoolRecord
 from gateway.state.key_gate import needs_key
+from gateway.state.servers import ELSEWHERE, server_groups
 from gateway.state.snapshot import ObjectKey, Observed, Snapshot
 
 log = logging.getLogger(__name__)
@@ -82,7 +83,10 @@ class SiteView:
         return RouteEntry(name, model.generation, ((name, 1),), implicit=True) if model else None
 
     def groups(self, model: str) -> list[tuple[str, GroupRecord]]:
-        """Every observed worker group of a model, as (pool, group)."""
+        """Every observed worker group of a model, as (pool, group). One whose server runs elsewhere has one, in no pool."""
+        entry = self.models.get(model)
+        if entry is not None and not entry.spec.is_managed:
+            return [(ELSEWHERE, group) for name, group in server_groups(self.gateways.values()).items() if name == model]
         return [(pool.pool, group) for pool in self.pools.values() for group in pool.groups if group.model == model]
 
     def ready_groups(self, model: str) -> int:

@@ -10,6 +10,7 @@ from gateway.api.checkpoint import open_checkpoint, tokenizer_dir
 from gateway.api.config import ModelSpec
 from gateway.state.view import ModelEntry
 from gateway.text.model_text import ModelText
+from gateway.text.server_text import server_text
 
 Loader = Callable[[str, ModelSpec], ModelText]
 
@@ -21,6 +22,8 @@ def checkpoint_loader(cache_dir: Path) -> Loader:
     """Reads the tokenizer that belongs to a model's weights. Blocking: a first GGUF conversion takes some seconds."""
 
     def load(model: str, spec: ModelSpec) -> ModelText:
+        if not spec.is_managed:
+            return server_text(model, spec, cache_dir)
         checkpoint = open_checkpoint(spec.source, cache_dir)
         return ModelText(
             model,
@@ -57,7 +60,8 @@ class TextLibrary:
         return task.result() if task is not None and task.done() and not _failed(task) else None
 
     def prefetch(self, models: Mapping[str, ModelEntry]) -> None:
-        """Begins to load what is new and forgets what is gone."""
+        """Begins to load what is new and forgets what is gone. Servers that read text have none."""
+        models = {name: entry for name, entry in models.items() if not entry.spec.reads_text}
         for name in self._loading.keys() - models.keys():
             del self._loading[name], self._started[name]
         for name, entry in models.items():

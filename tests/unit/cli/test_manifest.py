@@ -201,3 +201,39 @@ def test_aliases_that_mean_billions_of_values_are_refused_at_once() -> None:
 def test_odd_yaml_is_an_error_with_its_place_and_nothing_else(text: str) -> None:
     with pytest.raises(YardError, match=r"odd\.yaml"):
         read_text(text, "odd.yaml")
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "error"),
+    [
+        ("openai+http://trt:8000/v1#llama", "pools: [a]", "pools has no meaning for a server that runs elsewhere"),
+        ("openai+http://trt:8000/v1#llama", "tensor_parallel: 2", "tensor_parallel has no meaning"),
+        ("openai+http://trt:8000/v1#llama", "kv: {floor: 1GiB}", "kv has no meaning"),
+        ("openai+http://trt:8000/v1#llama", "limits: {batch_tokens: 64}", "limits.batch_tokens has no meaning"),
+        ("openai+http://trt:8000/v1#llama", "replicas: 2", "replicas: a server is one replica"),
+        ("openai+http://trt:8000/v1#llama", "chat_template: x", "chat_template: the server uses its own"),
+        ("openai+http://trt:8000/v1#llama", "server: {ca: /x.pem}", "server.ca: the source is without TLS"),
+        ("openai+http://trt:8000/v1#llama", "server: {key_env: A, key_file: b}", "key_env and key_file; name one"),
+        ("openai+http://me:pw@trt/v1#llama", "replicas: 1", "it must hold no credentials"),
+        ("http://trt:8000/v1", "replicas: 1", "http:// is not known; a server that runs elsewhere is openai+http://"),
+        ("openai+http:///v1", "replicas: 1", "it names no host and port"),
+        ("openai+http://trt:x/v1", "replicas: 1", "source: Port could not be cast"),
+        ("openai+http://trt/v1?x=1", "replicas: 1", "it has a query"),
+        ("file:/models/small.gguf", "tokenizer: /models/small", "tokenizer is for a source that is a server"),
+        ("file:/models/small.gguf", "server: {silent_s: 5}", "server is for a source that is a server"),
+    ],
+)
+def test_rule_14_what_a_server_that_runs_elsewhere_cannot_have_is_named(source: str, more: str, error: str) -> None:
+    [found] = errors_of(MODEL.replace("file:/models/small.gguf", f'"{source}"') + f"  {more}\n")
+    assert found.startswith("x.yaml:")
+    assert error in found
+
+
+def test_a_server_that_runs_elsewhere_is_a_source() -> None:
+    text = MODEL.replace("file:/models/small.gguf", '"openai+https://trt.example/v1#llama-70b"')
+    spec = read_text(text + "  limits: {concurrency: 64}\n  context: 8192\n", "x.yaml")[0].manifest.spec
+    assert isinstance(spec, ModelSpec)
+    assert not spec.is_managed
+    address = spec.address
+    assert address is not None
+    assert (address.base_url, address.model) == ("https://trt.example:443/v1", "llama-70b")

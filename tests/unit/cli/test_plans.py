@@ -18,6 +18,7 @@ from gateway.cli.app import app
         ("unchanged", "load", plans.CHANGES),
         ("unchanged", "move", plans.CHANGES),
         ("created", "none", plans.IMPOSSIBLE),
+        ("unchanged", "external", plans.NOTHING),
     ],
 )
 def test_the_exit_code_tells_ci_what_an_apply_would_be(change: str, action: str, code: int) -> None:

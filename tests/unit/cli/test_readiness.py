@@ -2,8 +2,19 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from gateway.api.config import PoolSpec
-from gateway.api.records import ControllerRecord, DesiredObject, GroupRecord, PoolRecord, RankRecord, RouteStatus, SiteStatus
+from gateway.api.records import (
+    ControllerRecord,
+    DesiredObject,
+    GatewayRecord,
+    GroupRecord,
+    PoolRecord,
+    RankRecord,
+    RouteStatus,
+    SiteStatus,
+)
 from gateway.site.readiness import FailureWatch, judge
 from gateway.site.summary import summarize
 
@@ -102,3 +113,18 @@ def test_summary_of_a_ready_and_of_a_broken_site():
     assert ready.line.startswith("site local revision 1: ready")
     broken = summarize(status(group("failed")))
     assert broken.problems == ("model m has 0 of 1 groups ready", "route chat cannot answer")
+
+
+def test_a_server_that_runs_elsewhere_counts_as_its_gateways_find_it() -> None:
+    source = {"spec": {"source": "openai+http://trt:8000/v1#llama"}}
+    far = DesiredObject("Model", "far", 1, 1, source, 0.0)
+
+    def site(*states: str) -> SiteStatus:
+        groups = [GroupRecord("far", 1, 0, (), 0, 0, state, "" if state == "ready" else "refused") for state in states]  # type: ignore[arg-type]
+        found = [GatewayRecord(f"g{i}", "n", 1, "", "", 1, 0.0, servers=(group,)) for i, group in enumerate(groups)]
+        return msgspec.structs.replace(status(group("ready")), gateways=tuple(found), models=(*status().models, far))
+
+    assert summarize(site("ready")).is_ready
+    assert summarize(site("failed", "ready")).is_ready
+    assert summarize(site("failed")).problems == ("the server of model far does not answer: refused",)
+    assert summarize(site()).problems == ("the server of model far does not answer: no gateway has looked at it yet",)

@@ -29,6 +29,7 @@ from gateway.state.snapshot import ObjectKey, Observed, Snapshot
 from gateway.state.view import SiteView
 from gateway.text.library import TextLibrary
 from gateway.text.model_text import ModelText
+from gateway.text.server_text import server_text
 
 
 class LoneGateway:
@@ -44,6 +45,7 @@ class LoneGateway:
         self.path = GenerationPath(self.view, self.library, self.links, random.Random(7))
         self.metrics = GatewayMetrics(self.view)
         self.health = HealthService(self.path, (INFERENCE_NAME, KSERVE_NAME))
+        self.links.on_server = self.health.refresh
         self.servers = PublicServers(run_dir=run_dir, host="127.0.0.1", grpc_port=0, http_port=0)
         self.repository = KserveRepository(self.view, None)
         self.pools: dict[str, ScriptedPool] = {}
@@ -53,6 +55,8 @@ class LoneGateway:
         self._channel: grpc.aio.Channel | None = None
 
     def _load(self, model: str, spec: ModelSpec) -> ModelText:
+        if not spec.is_managed:
+            return server_text(model, spec, Path())
         eos = 2
         return ModelText(
             model, self.texts[model], eos_ids=(eos,), max_context=256, defaults=self.defaults, embeds=model in self.embedding
@@ -80,6 +84,7 @@ class LoneGateway:
 
     def _follow(self) -> None:
         self.links.reconcile(self.view.pools)
+        self.links.follow_servers(self.view.models)
         self.library.prefetch(self.view.models)
         self.health.refresh()
 

@@ -17,7 +17,15 @@ from watching import until
 
 from gateway.api.proto import admin_pb2 as pb
 from gateway.api.proto.admin_pb2_grpc import AdminStub, add_AdminServicer_to_server
-from gateway.api.records import ControllerRecord, GroupRecord, NodeRecord, PoolRecord, RankRecord, SiteStatus
+from gateway.api.records import (
+    ControllerRecord,
+    GatewayRecord,
+    GroupRecord,
+    NodeRecord,
+    PoolRecord,
+    RankRecord,
+    SiteStatus,
+)
 from gateway.api.runtime import Runtime
 from gateway.api.tasks import cancelled
 from gateway.servers.admin_service import AdminService
@@ -122,6 +130,34 @@ async def test_get_gives_back_what_was_applied_and_a_generation_guards_the_next_
     with pytest.raises(grpc.aio.AioRpcError, match=r"generation 1 was given, the store has 2 .written by ann") as caught:
         await admin.stub.Apply(pb.ApplyRequest(objects=[obj(model("m", replicas=3), generation=1)]))
     assert caught.value.code() == grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_a_server_that_runs_elsewhere_is_shown_and_not_managed(admin: Admin) -> None:
+    source = "openai+http://trt.example:8000/v1#llama-70b"
+    await admin.apply(pool("p"), model("m"))
+    await admin.observe(group("m"))
+    planned = await admin.stub.Plan(pb.ApplyRequest(objects=[obj(model("far", source=source)), obj(route("chat", "far"))]))
+    row = next(row for row in planned.placements if row.model == "far")
+    assert (row.action, row.pool, list(row.reasons)) == ("external", "", [f"not managed: requests go to {source}"])
+    await admin.apply(model("far", source=source), route("chat", "m"))
+    described = await admin.stub.Describe(pb.DescribeRequest(kind="Model", name="far"))
+    assert "no gateway asks it" in described.reasons
+    for state, reason in (("failed", "refused"), ("ready", "")):
+        seen = GroupRecord("far", 1, 0, (), 0, 0, state, reason)  # type: ignore[arg-type]
+        record = GatewayRecord("g", "node-1", 1, "", "", 1, 0.0, servers=(seen,))
+        await admin.store.redis.set(admin.store.keys.gateway("g"), msgspec.json.encode(record))
+        await admin.store.redis.sadd(admin.store.keys.gateways, "g")
+        if state == "failed":
+            with pytest.raises(grpc.aio.AioRpcError, match=r"its server is failed .refused."):
+                await admin.switch("far")
+    described = await admin.stub.Describe(pb.DescribeRequest(kind="Model", name="far"))
+    assert json.loads(described.observed_json)["gateways"]["g"]["state"] == "ready"
+    assert described.reasons[0].startswith("it is a server that runs elsewhere, so it is asked and not managed")
+    await admin.switch("far")
+    with pytest.raises(grpc.aio.AioRpcError, match="nothing of it is in memory here"):
+        await admin.stub.SetResidency(pb.SetResidencyRequest(model="far", residency="parked"))
+    answer = await admin.stub.Delete(pb.DeleteRequest(kind="Pool", name="p", force=True))
+    assert answer.change.action == "deleted"
 
 
 async def test_odd_documents_are_bad_requests(admin: Admin) -> None:
