@@ -40,8 +40,8 @@ GIB = 2**30
 PAGE_BYTES = 32 * 2**20
 ONE = Placement((0,), 1, 1)
 FIRST_TOKEN_S, TOKEN_S = 1.0, 0.05
-CONCURRENCY, BATCH_TOKENS = 64, 4096
-BURST_EVERY_S = 3.0  # of all models together
+CONCURRENCY, BATCH_TOKENS, CONTEXT = 128, 4096, 1024
+BURST_EVERY_S = 5.0  # of all models together
 BURST_REQUESTS = (24, 56)
 BURST_S = 0.5  # its requests come within
 PROMPT_TOKENS, ANSWER_TOKENS = (64, 384), (128, 512)
@@ -89,7 +89,7 @@ class Bench:
         self.out: Path = options.out
         self.directory = directory
         self.deadline = time.monotonic() + options.seconds
-        self.trace_s = 30.0 if self.real else 3.0
+        self.trace_s = 40.0 if self.real else 3.0
         self.vocabulary = shapes.VOCABULARY if self.real else 512
         shape = shapes.LLAMA_7B if self.real else shapes.TINY
         size = shapes.write(directory / "7b", directory / "cache", replace(shape, vocabulary=self.vocabulary))
@@ -119,6 +119,7 @@ class Bench:
         return ModelSpec(
             source=str(self.directory / "7b"),
             precision=precision if self.real else "bf16",  # type: ignore[arg-type]
+            context=CONTEXT if self.real else None,
             residency="resident" if pinned else "auto",
             limits=LimitsSpec(concurrency=CONCURRENCY, queue=4096, batch_tokens=batch_tokens),
             kv=KvSpec(floor=floor, ceiling=max(floor, ceiling), prefix_cache=False),
@@ -191,7 +192,7 @@ async def serve(bench: Bench, pool: WatchedPool, specs: dict[str, ModelSpec], ar
     switches = {path: each.count - before.get(path, 0) for path, each in pool.core.state.switches.items()}
     ledger = pool.ledger()
     await pool.bring({}, 60)
-    return {"load_s": round(loaded_s, 1), **found, "switches": switches, "ledger_at_the_end": ledger}
+    return {"load_s": round(loaded_s, 1), **found, "switches": switches, "ledger_at_the_end": ledger, "events": pool.faults()}
 
 
 async def compare(bench: Bench, pool: WatchedPool, sizes: Sizes, count: int) -> None:
@@ -200,8 +201,13 @@ async def compare(bench: Bench, pool: WatchedPool, sizes: Sizes, count: int) -> 
     shares, kv = sizes.shares(count)
     found: Figures = {"models": count, "shares": shares, "kv_of_a_share_gib": round(kv / GIB, 2)}
     for name, make in (("pooled", pooled), ("divided", divided)):
-        found[name] = await serve(bench, pool, make(bench, sizes, models), arrivals)
-    found["ratio"] = round(found["pooled"]["within_slo"] / max(1, found["divided"]["within_slo"]), 2)
+        try:
+            found[name] = await serve(bench, pool, make(bench, sizes, models), arrivals)
+        except (RuntimeError, TimeoutError) as error:
+            found[name] = {"failed": str(error)[:1000]}
+            await pool.bring({}, 90)
+    if all("within_slo" in found[name] for name in ("pooled", "divided")):
+        found["ratio"] = round(found["pooled"]["within_slo"] / max(1, found["divided"]["within_slo"]), 2)
     bench.keep(f"density_{count}", found)
 
 
@@ -277,7 +283,7 @@ async def run(bench: Bench, counts: list[int]) -> None:
         if bench.real:  # models in host memory do not park
             await switches(bench, pool, sizes)
         for count in counts:
-            if bench.has(60 + 4 * count, f"density_{count}"):
+            if bench.has(100 + 4 * count, f"density_{count}"):
                 await compare(bench, pool, sizes, count)
     finally:
         await end(pool, bench)

@@ -127,6 +127,11 @@ class WatchedPool(PoolLoop):
             raise RuntimeError(f"{len(bad)} of {len(found)} requests did not end well: {bad[0]}")
         return found
 
+    def faults(self) -> dict[str, int]:
+        """How often what should not happen did."""
+        kinds = [kind for _, kind, _, _ in self.events if kind.endswith(("failed", "refused", "lost"))]
+        return {kind: kinds.count(kind) for kind in sorted(set(kinds))}
+
     def memory(self) -> dict[int, DeviceMemory]:
         return dict(self.core.state.device_memory)
 

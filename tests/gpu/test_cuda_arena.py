@@ -249,3 +249,21 @@ def test_any_thread_may_commit(make: MakeMachine) -> None:
     assert not failures
     machine.arena.check()
     machine.close()
+
+
+@on_each_machine
+def test_kept_pages_leave_room_for_what_is_not_of_the_pool(make_machine: MakeMachine) -> None:
+    """Rule 3: what nobody of the pool uses is never in the way of the libraries that compute in it."""
+    machine = make_machine(PAGES)
+    arena, size = machine.arena, machine.page_bytes
+    region = arena.reserve("r", 8 * size)
+    region.commit(8 * size)
+    region.commit(2 * size)
+    free, _ = arena.driver.memory_info()
+    arena.leave_free(free)
+    assert arena.report().kept_bytes == 6 * size, "there is room as it is"
+    arena.leave_free(free + 2 * size - 1)
+    assert arena.report().kept_bytes == 4 * size
+    arena.leave_free(free + 100 * size)
+    assert (arena.report().kept_bytes, region.committed_bytes) == (0, 2 * size), "what is in use stays"
+    region.close()

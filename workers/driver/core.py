@@ -123,6 +123,7 @@ class PoolCore:
             self._adopt(now, group_id, by_rank)
         for rank in devices:
             self.state.tell_engines_apart(rank)
+            self.state.enter_unaccounted(rank)
         self._lifecycle.match(now)
         self._effects.changed()
         self._settle(now)
@@ -200,6 +201,7 @@ class PoolCore:
     def on_op_done(self, now: float, rank: int, done: Done) -> None:
         if done.memory is not None:
             self.state.enter_device(rank, done.memory)
+            self.state.enter_unaccounted(rank)
         op = self.state.ops.get(done.op)
         if op is None:
             return  # of a group that was lost meanwhile
@@ -252,6 +254,7 @@ class PoolCore:
         for group in self._streams.stalled(now, STALLED_S):
             self._effects.drop_engine(group.id)
         self._kv.give_back_idle(now)
+        self._kv.come_down()
         self._lifecycle.switching.leave_idle(now)
         self._settle(now)
 

@@ -42,6 +42,20 @@ class ElasticKv:
             if group.reclaim_to is None:
                 self._give_back_if_idle(now, group)
 
+    def come_down(self) -> None:
+        """Where more was measured than reserved, KV above the floors goes until it fits, from who has most of it."""
+        for rank in range(self._state.ledger.ranks):
+            missing = -self._state.ledger.free(rank)
+            donors = [group for group in self._donors() if rank in group.ranks]
+            for group in sorted(donors, key=lambda group: -_above_floor(group, rank)):
+                if missing <= 0:
+                    break
+                assert group.sizing is not None
+                lacking = -(-(missing + group.sizing.page_bytes) // group.sizing.block_bytes[rank])  # whole pages go
+                target = max(group.sizing.floor_blocks, group.kv_blocks - lacking)
+                group.reclaim_to = target if group.reclaim_to is None else min(target, group.reclaim_to)
+                missing -= (group.kv_blocks - group.reclaim_to) * group.sizing.block_bytes[rank]
+
     def reclaim_for_load(self, shortages: Iterable[Shortage]) -> bool:
         """Ask groups to come down so that the shortages end; False when all of it would not suffice."""
         asked: dict[Group, int] = {}

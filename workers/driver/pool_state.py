@@ -115,8 +115,18 @@ class PoolState:
         self.device_memory[rank] = memory
         self.capacities = (*self.capacities[:rank], memory.capacity_bytes, *self.capacities[rank + 1 :])
         self.ledger.set_capacity(rank, memory.capacity_bytes)
-        lines = {"context": memory.context_bytes, "foreign": memory.intruding_bytes}
+        workspace = self.ledger.held(DEVICE, "workspace").get(rank, 0)
+        lines = {"context": memory.context_bytes, "foreign": memory.intruding_bytes, "workspace": workspace}
         self.ledger.record(DEVICE, rank, {kind: size for kind, size in lines.items() if size})
+
+    def enter_unaccounted(self, rank: int) -> None:
+        """What a rank's device holds above all that groups are known to have (what its libraries keep for steps, graphs of parked
+        models) is promised to nobody. Engines in processes of their own enter theirs themselves."""
+        hosted = any(group.hosted for group in self.groups.values() if rank in group.ranks)
+        if rank in self.device_memory and not hosted and not self.adopting:
+            more = max(0, self.unaccounted_bytes(rank))
+            lines = {kind: size for owner, kind, size in self.ledger.lines(rank) if owner == DEVICE and kind != "workspace"}
+            self.ledger.record(DEVICE, rank, {**lines, "workspace": more} if more else lines)
 
     def tell_engines_apart(self, rank: int) -> None:
         """A rank that began beside engines of the pool took theirs for foreign memory: what groups hold there is none."""

@@ -203,6 +203,12 @@ class CudaArena:
         after, _ = self.driver.memory_info()
         return Released(counted, after - before)
 
+    def leave_free(self, size_bytes: int) -> None:
+        """Give kept pages back to the driver while the GPU has less than `size_bytes` left for what is not ours to place."""
+        free, _ = self.driver.memory_info()
+        if free < size_bytes and self.pages.free_pages:
+            self.pages.trim(max(0, self.pages.free_pages - -(-(size_bytes - free) // self.pages.page_bytes)))
+
     def report(self) -> MemoryReport:
         free, total = self.driver.memory_info()
         torch_bytes = self.driver.allocator_bytes()

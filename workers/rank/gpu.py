@@ -56,6 +56,7 @@ class GpuRank(DeviceRank):
         pinned = PinnedPool(parking_bytes, arena.pages.page_bytes, driver.pin, driver.unpin, driver.make_current)
 
         def memory() -> DeviceMemory:
+            arena.leave_free(RESERVE_BYTES)
             report = arena.report()
             return DeviceMemory(capacity, report.total_bytes, report.free_bytes, context, foreign, report.kept_bytes)
 

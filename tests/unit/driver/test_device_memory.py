@@ -5,7 +5,7 @@ from __future__ import annotations
 from pool_world import LOAD_MIB, MIB, World, wanted
 
 from workers.driver.pool_state import DEVICE, PoolState
-from workers.messages import DeviceMemory
+from workers.messages import DeviceMemory, Done
 
 GIB = 2**30
 
@@ -42,11 +42,47 @@ def test_what_the_device_says_above_the_ledger_is_reported() -> None:
     assert state.unaccounted_bytes(0) == 40 - 10 - 5 - 23
 
 
+def test_what_groups_do_not_explain_is_promised_to_nobody_and_kv_makes_room_for_it() -> None:
+    """Rule 3: what libraries took for steps is counted, and what was promised above it comes back without touching the floor."""
+    world = World(capacity_mib=0, up=False)
+    context = 8 * MIB
+    device = {
+        "capacity_bytes": LOAD_MIB * MIB + 3 * context,
+        "total_bytes": 4 * GIB,
+        "context_bytes": context,
+        "foreign_bytes": 0,
+    }
+    world.core.on_ranks_up(world.now, {0: ()}, {0: memory(**device, free_bytes=4 * GIB - context)})
+    world.core.on_assign(world.now, 1, 1, [wanted("a")])
+    world.run()
+    state = world.core.state
+    [group] = state.groups.values()
+    keys = [world.submit(prompt=tuple(range(1, 40)), max_tokens=150, model="a") for _ in range(3)]
+    assert group.sizing is not None
+    while group.kv_blocks == group.sizing.floor_blocks:
+        assert world.turn()
+    free = state.ledger.free(0)
+    groups = state.ledger.used(0) - context
+    taken = free + 3 * MIB
+    lost = memory(**device, free_bytes=4 * GIB - context - groups - taken)
+    world.core.on_op_done(world.now, 0, Done(op=10**6, memory=lost))
+    assert state.ledger.held(DEVICE, "workspace") == {0: taken}
+    assert state.ledger.free(0) == -3 * MIB
+    world.later(1)
+    world.run()
+    assert state.ledger.free(0) >= 0
+    assert group.kv_blocks >= group.sizing.floor_blocks
+    assert [len(world.texts[key]) for key in keys] == [150] * 3
+    state.check()
+
+
 def test_groups_load_into_what_contexts_leave() -> None:
     """Rule 3: a context counts as much as a model."""
     for context_bytes, state in ((0, "ready"), (MIB, "waiting")):
         world = World(capacity_mib=0, up=False)
-        device = memory(capacity_bytes=LOAD_MIB * MIB, total_bytes=4 * GIB, context_bytes=context_bytes)
+        device = memory(
+            capacity_bytes=LOAD_MIB * MIB, total_bytes=4 * GIB, context_bytes=context_bytes, free_bytes=4 * GIB - context_bytes
+        )
         world.core.on_ranks_up(world.now, {0: ()}, {0: device})
         world.core.on_assign(world.now, 1, 1, [wanted("a")])
         world.run()
