@@ -89,7 +89,7 @@ class Bench:
         self.out: Path = options.out
         self.directory = directory
         self.deadline = time.monotonic() + options.seconds
-        self.trace_s = 40.0 if self.real else 3.0
+        self.trace_s = 40.0 if self.real else 12.0
         self.vocabulary = shapes.VOCABULARY if self.real else 512
         shape = shapes.LLAMA_7B if self.real else shapes.TINY
         size = shapes.write(directory / "7b", directory / "cache", replace(shape, vocabulary=self.vocabulary))

@@ -252,9 +252,9 @@ def test_any_thread_may_commit(make: MakeMachine) -> None:
 
 
 @on_each_machine
-def test_kept_pages_leave_room_for_what_is_not_of_the_pool(make_machine: MakeMachine) -> None:
+def test_kept_pages_leave_room_for_what_is_not_of_the_pool(make: MakeMachine) -> None:
     """Rule 3: what nobody of the pool uses is never in the way of the libraries that compute in it."""
-    machine = make_machine(PAGES)
+    machine = make(PAGES)
     arena, size = machine.arena, machine.page_bytes
     region = arena.reserve("r", 8 * size)
     region.commit(8 * size)
