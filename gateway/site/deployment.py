@@ -88,13 +88,15 @@ def deploy_pool(runtime: Runtime, pool: str, spec: PoolSpec) -> None:
 
 
 def gateway_count() -> int:
-    """Replicas that Serve keeps of the gateway."""
-    from ray import serve
+    """How many gateways Serve was told to keep. There may be more: they start and stop, also when an upgrade was interrupted."""
+    from ray.serve.context import _get_global_client
 
     from gateway import apps
 
-    deployments = serve.status().applications[apps.GATEWAY_APP].deployments.values()
-    return sum(sum(deployment.replica_states.values()) for deployment in deployments)
+    client = _get_global_client()
+    assert client is not None
+    [deployment] = client.get_serve_details()["applications"][apps.GATEWAY_APP]["deployments"].values()
+    return deployment["target_num_replicas"]
 
 
 def _run(name: str, application: Application) -> None:

@@ -18,6 +18,8 @@ from gateway.site.summary import summarize
 from gateway.site.up import runtime_of
 
 _POLL_S = 0.25
+Processes = Callable[[SiteStatus], frozenset[str]]
+"""The ids of one kind of process in a status."""
 
 
 def upgrade(home: Home, site: SiteFiles, board: Board, wait_s: float) -> state.SiteState:
@@ -38,7 +40,8 @@ def upgrade(home: Home, site: SiteFiles, board: Board, wait_s: float) -> state.S
         with SiteClient(found.grpc_address, home.secrets().site, tls=found.tls) as client:
             change = _Change(client, board, wait_s)
             change.make("controller", lambda: deployment.deploy_controller(runtime), _controllers)
-            change.make("gateways", lambda: deployment.deploy_gateways(runtime, deployment.gateway_count()), _gateways)
+            wanted = deployment.gateway_count()
+            change.make("gateways", lambda: deployment.deploy_gateways(runtime, wanted), gateways_of, wanted)
             for pool, spec in _pools(client).items():
                 change.make(
                     f"pool {pool}", lambda pool=pool, spec=spec: deployment.deploy_pool(runtime, pool, spec), _driver_of(pool)
@@ -52,38 +55,44 @@ class _Change:
     def __init__(self, client: SiteClient, board: Board, wait_s: float) -> None:
         self._client, self._board, self._wait_s = client, board, wait_s
 
-    def make(self, name: str, deploy: Callable[[], None], processes: Callable[[SiteStatus], frozenset[str]]) -> None:
-        """Done when none of the processes from before is there and the site is as ready as it was."""
+    def make(self, name: str, deploy: Callable[[], None], processes: Processes, wanted: int = 1) -> None:
+        """`wanted`: how many of these processes there are to be."""
         before = self._client.status()
-        old = processes(before)
         with self._board.step(name, "replacing") as step:
             deploy()
             began_s = time.monotonic()
-            while not self._is_replaced(before, old, processes):
+            while not self._is_replaced(before, processes, wanted):
                 if time.monotonic() - began_s > self._wait_s:
                     raise YardError(
                         ErrorCode.DEADLINE,
                         f"{name}: not replaced after {self._wait_s:.0f} s; what serves, serves on; see `yard status`",
                     )
                 time.sleep(_POLL_S)
-            step.note = f"{len(old)} replaced"
+            step.note = f"{len(processes(before))} replaced"
 
-    def _is_replaced(self, before: SiteStatus, old: frozenset[str], processes: Callable[[SiteStatus], frozenset[str]]) -> bool:
+    def _is_replaced(self, before: SiteStatus, processes: Processes, wanted: int) -> bool:
         try:
-            now = self._client.status()
+            return is_replaced(before, self._client.status(), processes, wanted)
         except YardError as error:
             if error.code in (ErrorCode.UNAVAILABLE, ErrorCode.DEADLINE):
                 return False
             raise
-        new = processes(now)
-        return len(new) >= len(old) and not new & old and (summarize(now).is_ready or not summarize(before).is_ready)
+
+
+def is_replaced(before: SiteStatus, now: SiteStatus, processes: Processes, wanted: int) -> bool:
+    """None of the processes from before is there, as many as are wanted are (before there may have been more, of an upgrade that
+    was interrupted, or fewer), and the site is as ready as it was."""
+    old, new = processes(before), processes(now)
+    if new & old or len(new) < min(len(old), wanted):
+        return False
+    return summarize(now).is_ready or not summarize(before).is_ready
 
 
 def _controllers(status: SiteStatus) -> frozenset[str]:
     return frozenset([status.controller.owner] if status.controller else [])
 
 
-def _gateways(status: SiteStatus) -> frozenset[str]:
+def gateways_of(status: SiteStatus) -> frozenset[str]:
     return frozenset(gateway.gateway for gateway in status.gateways)
 
 
