@@ -136,10 +136,13 @@ def status(server: ServerOption = None, output: OutputOption = Output.table) -> 
     from gateway.cli import printing
     from gateway.site.summary import summarize
 
+    troubles = _local_troubles() if server is None else []
     try:
         with connect(server) as client:
-            summary = summarize(client.status())
+            summary = summarize(client.status(), troubles)
     except YardError as error:
+        if troubles:
+            raise YardError(error.code, "; ".join([error.message, *troubles])) from error
         name = _stopped_site() if server is None and error.code is ErrorCode.UNAVAILABLE else ""
         if not name:
             raise
@@ -150,6 +153,19 @@ def status(server: ServerOption = None, output: OutputOption = Output.table) -> 
         printing.document({"ready": summary.is_ready, "problems": list(summary.problems), "summary": summary.line}, output)
     if not summary.is_ready:
         raise typer.Exit(NOT_READY)
+
+
+def _local_troubles() -> list[str]:
+    """What is wrong with the site of this home that its gateways do not see."""
+    from gateway.site import ray_health, state
+    from gateway.site.home import Home
+
+    found = state.load(Home.from_environment())
+    try:
+        problem = ray_health.trouble(found) if found is not None else ""
+    except YardError as error:
+        problem = error.message
+    return [problem] if problem else []
 
 
 def _stopped_site() -> str:

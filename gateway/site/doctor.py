@@ -19,7 +19,7 @@ import msgspec
 from gateway.api.checkpoint.seal import damage
 from gateway.api.config import PoolSpec
 from gateway.api.errors import YardError
-from gateway.site import preflight, requirements, state, valkey
+from gateway.site import preflight, ray_health, requirements, state, valkey
 from gateway.site.home import Home
 from gateway.site.site_files import SiteFiles
 
@@ -46,6 +46,7 @@ def examine(home: Home, site: SiteFiles) -> Iterator[Finding]:
         lambda: _ports(site, running),
         lambda: _disk(home),
         lambda: _memory(site),
+        lambda: _ray(running),
         lambda: _redis(home, site, running),
         lambda: _mpi(site.pools().values()),
         lambda: _gpus(cuda),
@@ -109,6 +110,16 @@ def _memory(site: SiteFiles) -> list[Finding]:
     if psutil.swap_memory().used > 2**30:
         return [Finding("memory", "warning", text, "swap is in use: parked models come back slowly")]
     return [Finding("memory", "good", text)]
+
+
+def _ray(running: state.SiteState | None) -> list[Finding]:
+    if running is None:
+        return [Finding("ray", "good", "started by `yard up`, or the one of --ray-address")]
+    if problem := ray_health.trouble(running):
+        what, _, advice = problem.partition("; ")
+        return [Finding("ray", "bad", what, advice)]
+    kept = "; killed, its head process is started again" if running.ray_is_ours else ""
+    return [Finding("ray", "good", f"its head answers at {running.ray_address}{kept}")]
 
 
 def _redis(home: Home, site: SiteFiles, running: state.SiteState | None) -> list[Finding]:

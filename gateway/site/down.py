@@ -11,7 +11,7 @@ from gateway.api.errors import ErrorCode, YardError
 from gateway.site import draining, state
 from gateway.site.board import Board
 from gateway.site.home import Home
-from gateway.site.processes import is_alive, members, process_name, stop
+from gateway.site.processes import KEPT, is_alive, server_names, stop
 
 log = logging.getLogger(__name__)
 
@@ -43,12 +43,12 @@ def down(home: Home, board: Board) -> state.SiteState | None:
 
 
 def is_complete(found: state.SiteState, servers: Collection[str] = tuple(_ESSENTIAL)) -> bool:
-    """Whether these of the servers that the site started still run."""
+    """Whether these of the servers that the site started still run, or are just being started again."""
     if found.boot_id != state.boot_id() or not found.ray_address:
         return False
     for name, leader in found.sessions.items():
-        running = {process_name(process) for process in members([leader])}
-        if name in servers and not _ESSENTIAL[name] <= running:
+        running = server_names(leader) if name in servers else set()
+        if name in servers and not all(server in running or KEPT + server in running for server in _ESSENTIAL[name]):
             return False
     return True
 

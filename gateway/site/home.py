@@ -24,6 +24,7 @@ from gateway.api.errors import ErrorCode, YardError, invalid
 HOME_VARIABLE = "MODELYARD_HOME"
 RUN_VARIABLE = "MODELYARD_RUN"
 """Set in the environment of everything that a site starts; marks processes that outlived their parents."""
+_ROOMY_BYTES = 1 << 30
 
 
 class Secrets(msgspec.Struct, frozen=True):
@@ -84,6 +85,13 @@ class Home:
     def shared_memory_dir(self) -> Path:
         """What CPU ranks share. Open MPI leaves its segments behind when its processes are killed."""
         return Path("/dev/shm") / self.run_dir.name
+
+    @property
+    def head_dir(self) -> Path:
+        """What Ray's head process knows. It has to outlive that process, not the machine, and each write is synchronised: it is
+        in shared memory, but for containers that have hardly any."""
+        roomy = shutil.disk_usage("/dev/shm").total >= _ROOMY_BYTES
+        return (self.shared_memory_dir if roomy else self.temporary_dir) / "head"
 
     @property
     def temporary_dir(self) -> Path:

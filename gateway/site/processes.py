@@ -15,8 +15,10 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from gateway.site import keeper
 from gateway.site.home import RUN_VARIABLE
 
+KEPT = "keeper of "
 _START_TOLERANCE_S = 1.0
 
 
@@ -64,6 +66,24 @@ def members(leaders: Collection[Mark], run_dir: Path | None = None) -> list[psut
             continue  # it ended while we looked, or is not ours to look into
     found.pop(os.getpid(), None)
     return [process for process in found.values() if not _is_zombie(process)]
+
+
+def server_names(leader: Mark) -> set[str]:
+    """Names of the session's processes, and of the servers that keepers among them start again."""
+    names: set[str] = set()
+    if _is_taken_over(leader):
+        return names
+    for process in _own_processes():
+        try:
+            if os.getsid(process.pid) != leader.pid or _is_zombie(process):
+                continue
+            name, command = process.name(), process.cmdline()
+        except (psutil.Error, OSError):
+            continue  # it ended while we looked
+        names.add(name)
+        if keeper.__file__ in command[:-1]:
+            names.add(KEPT + Path(command[command.index(keeper.__file__) + 1]).name)
+    return names
 
 
 def stop(

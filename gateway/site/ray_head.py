@@ -63,6 +63,8 @@ def start(
     """Returns the address of the head. `on_start` gets the session's leader before anything else can fail."""
     session = home.run_dir / "ray"
     shutil.rmtree(session, ignore_errors=True)
+    shutil.rmtree(home.head_dir, ignore_errors=True)
+    home.head_dir.mkdir(mode=0o700)
     [gcs_port] = free_ports(1)
     log = home.logs_dir / "ray.log"
     loopback = node_address == "127.0.0.1"
@@ -87,7 +89,9 @@ def start(
         f"--temp-dir={session}",
         f"--resources={json.dumps({POOL_MEMORY_RESOURCE: pool_mib})}",
     ]
-    process = start_session(command, {**os.environ, **environment(home, loopback=loopback)}, log)
+    # The head process writes down what it knows, so that the next one goes on where it was killed.
+    storage = {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(home.head_dir)}
+    process = start_session(command, {**os.environ, **environment(home, loopback=loopback), **storage}, log)
     on_start(mark(process.pid))
     try:
         code = process.wait(_START_TIMEOUT_S)

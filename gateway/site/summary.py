@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gateway.api.records import SiteStatus
@@ -19,9 +20,10 @@ class Summary:
         return not self.problems
 
 
-def summarize(status: SiteStatus) -> Summary:
-    """Problems: models with fewer ready groups than desired, routes that cannot answer, lost ranks, Redis or controller gone."""
-    problems: list[str] = []
+def summarize(status: SiteStatus, also: Sequence[str] = ()) -> Summary:
+    """Problems: those that are known already (`also`), models with fewer ready groups than desired, routes that cannot answer,
+    lost ranks, Redis or controller gone."""
+    problems = list(also)
     if status.redis != "ok":
         problems.append("Redis is not reachable, serving from the last snapshot")
     if status.controller is None:

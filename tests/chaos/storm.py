@@ -163,6 +163,7 @@ class Storm:
             "kill driver": lambda: self._kill(self._status().pools[0].pid),
             "kill gateway": lambda: self._kill(self._rng.choice(self._status().gateways).pid),
             "kill controller": lambda: self._kill(self._controller_pid()),
+            "kill head": lambda: self._kill(self._head_pid()),
             "kill valkey": lambda: self._kill(self._valkey_pid()),
             "freeze valkey": lambda: self._freeze(self._valkey_pid(), 4.0),
             "freeze rank": lambda: self._freeze(self._status().pools[0].ranks[self._rng.randrange(2)].pid, 3.0),
@@ -356,6 +357,10 @@ class Storm:
         controller = self._status().controller
         assert controller is not None
         return controller.pid
+
+    def _head_pid(self) -> int:
+        (head,) = [process for process in self._house.processes() if process.name() == "gcs_server"]
+        return head.pid
 
     def _valkey_pid(self) -> int:
         (server,) = psutil.Process(self._house.state.sessions["valkey"].pid).children()

@@ -133,6 +133,16 @@ def test_the_controller(house: House, loaded: Load) -> None:
     assert loaded.ends["UNAVAILABLE"] == ended_before, "a controller's death must not fail a request"
 
 
+def test_rays_head(house: House, loaded: Load) -> None:
+    """No request notices; the next head knows what the killed one knew, so that what dies after it comes back, too."""
+    (head,) = [process for process in house.processes() if process.name() == "gcs_server"]
+    ended_before = loaded.ends["UNAVAILABLE"]
+    head.kill()
+    house.wait_until("a new head", lambda _: any(process.name() == "gcs_server" for process in house.processes()), 30)
+    heals(house, loaded, "Ray's head", 30)
+    assert loaded.ends["UNAVAILABLE"] == ended_before
+
+
 def test_the_serve_controller(house: House, loaded: Load) -> None:
     (controller,) = ray_processes(house, "ServeController")
     controller.kill()
