@@ -38,10 +38,11 @@ def doctor(
     from gateway.cli import printing
     from gateway.site.doctor import examine
     from gateway.site.home import Home
+    from gateway.site.last_listen import as_last_time
     from gateway.site.site_files import DEFAULT_SITE, read_site
 
-    found = []
-    for finding in examine(Home.from_environment(), read_site(site or DEFAULT_SITE, {}, None)):
+    home, found = Home.from_environment(), []
+    for finding in examine(home, as_last_time(home, read_site(site or DEFAULT_SITE, {}, None))[0]):
         found.append(finding)
         if output is Output.table:
             typer.echo(f"{_SIGNS[finding.verdict]}  {finding.what:<9} {finding.text}")

@@ -44,6 +44,7 @@ def up(
     wait_s: Annotated[float, typer.Option("--wait-s", min=1.0, help="How long to wait for the models.")] = _WAIT_S,
 ) -> None:
     """Start the site, and end when a canary prompt was answered. Options override site.yaml."""
+    from gateway.site import last_listen
     from gateway.site.board import Board
     from gateway.site.home import Home
     from gateway.site.site_files import DEFAULT_SITE, read_site
@@ -58,17 +59,22 @@ def up(
     home = Home.from_environment()
     home.create()
     with home.held("try again"), Board() as board:
+        files, kept = last_listen.as_last_time(home, files)
         result = start(home, files, board, ray_address=ray_address, wait_s=wait_s)
-    _print_addresses(result)
+        if not result.was_running:
+            last_listen.remember(home, files, result.state)
+    _print_addresses(result, "" if result.was_running else kept)
 
 
 def _interrupt(number: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def _print_addresses(result: Up) -> None:
+def _print_addresses(result: Up, as_last_time: str) -> None:
     state = result.state
     typer.echo(f"site {state.site} {'was running already' if result.was_running else 'is up'}")
+    if as_last_time:
+        typer.echo(f"  as the last time: {as_last_time}")
     for name in result.kept:
         typer.echo(
             f"  kept as ops left it: {name} differs from its file in {state.site_dir} (`yard apply -f` goes back to the file)"

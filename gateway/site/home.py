@@ -60,6 +60,11 @@ class Home:
         return self.path / "last_site"
 
     @property
+    def last_listen_file(self) -> Path:
+        """Where the site of the last `yard up` listened."""
+        return self.path / "last_listen.json"
+
+    @property
     def valkey_dir(self) -> Path:
         return self.path / "valkey"
 

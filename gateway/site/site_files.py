@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import ValidationError
 
-from gateway.api.config import DESIRED_KINDS, ModelSpec, PoolSpec, SiteSpec
+from gateway.api.config import DESIRED_KINDS, ListenSpec, ModelSpec, PoolSpec, SiteSpec
 from gateway.api.errors import invalid
 from gateway.api.manifest import Located, read
 from gateway.api.runtime import TlsFiles
@@ -23,6 +23,7 @@ class SiteFiles:
     spec: SiteSpec
     documents: tuple[Located, ...]  # desired objects, in the order they are applied
     given: frozenset[str] = frozenset()  # fields of spec.listen that the command line gave, not site.yaml
+    written_listen: ListenSpec = field(default_factory=ListenSpec)  # as site.yaml has it
 
     @property
     def is_loopback(self) -> bool:
@@ -80,10 +81,11 @@ def read_site(directory: Path, listen: Mapping[str, object], redis: str | None, 
     spec: SiteSpec = sites[0].manifest.spec
     given = {name: value for name, value in listen.items() if value is not None}
     whole = {**spec.model_dump(), "redis": redis or spec.redis, "gateways": spec.gateways if gateways is None else gateways}
+    written_listen = spec.listen
     try:
         spec = SiteSpec.model_validate({**whole, "listen": {**spec.listen.model_dump(), **given}})
     except ValidationError as error:
         raise invalid(_explained(error)) from error
     order = {kind: index for index, kind in enumerate(DESIRED_KINDS)}
     desired = sorted((d for d in documents if d.manifest.kind in order), key=lambda d: order[d.manifest.kind])
-    return SiteFiles(directory.resolve(), sites[0].manifest.name, spec, tuple(desired), frozenset(given))
+    return SiteFiles(directory.resolve(), sites[0].manifest.name, spec, tuple(desired), frozenset(given), written_listen)
