@@ -143,7 +143,7 @@ class ModelSpec(Strict):
     tokenizer: str | None = Field(
         default=None,
         description="Of a server that already runs: its tokenizer, as `source` names files. Prompts are then tokenized here, "
-        "and it is sent token ids. Absent: it is sent text.",
+        "and it is sent token ids; trtllm+grpc takes nothing else. Absent: it is sent text.",
     )
     server: ServerSpec = Field(default=ServerSpec(), description="Of a server that already runs: how it is asked.")
     engine: Literal["torch", "trtllm"] = "torch"
@@ -215,10 +215,12 @@ class ModelSpec(Strict):
                 raise ValueError(f"limits.{name} has no meaning for a server that runs elsewhere; leave it out")
         if self.replicas > 1:
             raise ValueError("replicas: a server is one replica; make a Model of each server, and a Route with all of them")
+        if address.protocol == "trtllm" and self.tokenizer is None:
+            raise ValueError("tokenizer: a trtllm+grpc server takes token ids only; name the directory of its tokenizer")
         if self.chat_template is not None and self.tokenizer is None:
             raise ValueError("chat_template: the server uses its own; a template here needs tokenizer")
         if self.server.ca is not None and not address.tls:
-            raise ValueError("server.ca: the source is without TLS; write openai+https://, or leave it out")
+            raise ValueError("server.ca: the source is without TLS; write openai+https:// or trtllm+grpcs://, or leave it out")
         return self
 
     def _check_managed(self) -> ModelSpec:

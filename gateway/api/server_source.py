@@ -7,12 +7,14 @@ from functools import lru_cache
 from typing import Literal
 from urllib.parse import urlsplit
 
-FORMS = "openai+http://HOST:PORT/v1#NAME or openai+https://…"
+FORMS = "openai+http://HOST:PORT/v1#NAME, openai+https://…, trtllm+grpc://HOST:PORT or trtllm+grpcs://…"
 
-_SCHEMES: dict[str, tuple[Literal["openai"], bool, int]] = {
-    # scheme -> protocol, TLS, the port when none is named
+_SCHEMES: dict[str, tuple[Literal["openai", "trtllm"], bool, int]] = {
+    # scheme -> protocol, TLS, the port when none is named (0: one must be)
     "openai+http": ("openai", False, 80),
     "openai+https": ("openai", True, 443),
+    "trtllm+grpc": ("trtllm", False, 0),
+    "trtllm+grpcs": ("trtllm", True, 0),
 }
 
 
@@ -20,7 +22,7 @@ _SCHEMES: dict[str, tuple[Literal["openai"], bool, int]] = {
 class ServerAddress:
     """`path` is that of OpenAI's endpoints, without a slash at its end; `model` what the server calls it, "": its only one."""
 
-    protocol: Literal["openai"]
+    protocol: Literal["openai", "trtllm"]
     tls: bool
     host: str
     port: int
@@ -63,4 +65,6 @@ def server_address(source: str) -> ServerAddress | None:
     if parts.query:
         raise ValueError("source: it has a query (?…), which servers are not asked with; leave it out")
     path = parts.path.rstrip("/")
+    if protocol == "trtllm" and (path or parts.fragment):
+        raise ValueError(f"source: {parts.scheme}:// takes a host and a port only, as one such server has one model")
     return ServerAddress(protocol, tls, parts.hostname, port, path, parts.fragment)

@@ -13,6 +13,7 @@ from gateway.link.link import Link
 from gateway.link.openai_server import OpenAiServer
 from gateway.link.pool_link import PoolLink
 from gateway.link.server_link import ServerLink
+from gateway.link.trtllm_server import TrtllmServer
 
 LOOK_S = 0.5
 
@@ -79,7 +80,8 @@ class LinkSet:
                 continue
             if link is not None:
                 self._retire_server(model, "its specification was changed")
-            self._servers[model] = ServerLink(model, spec, generation, OpenAiServer(model, spec), on_change=self._server_changed)
+            server = OpenAiServer(model, spec) if spec.answers_in_text else TrtllmServer(model, spec)
+            self._servers[model] = ServerLink(model, spec, generation, server, on_change=self._server_changed)
         self._begin_watch()
         self._retired_servers = [link for link in self._retired_servers if not link.closed]
 

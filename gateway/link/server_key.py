@@ -47,3 +47,9 @@ def ssl_context(spec: ServerSpec) -> ssl.SSLContext:
         return ssl.create_default_context(cadata=None if pem is None else pem.decode("ascii"))
     except (ssl.SSLError, ValueError) as error:
         raise unavailable(f"server.ca: {spec.ca} is no PEM of authorities: {error}") from error
+
+
+def system_authorities() -> bytes | None:
+    """As `ssl` trusts them; None where they are not in one file. gRPC has a list of its own otherwise."""
+    file = ssl.get_default_verify_paths().cafile
+    return Path(file).read_bytes() if file and Path(file).is_file() else None

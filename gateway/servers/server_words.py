@@ -25,7 +25,7 @@ def check_words(request: GenerationRequest, model: str, spec: ModelSpec) -> None
         raise invalid(f"{what} that is asked for text only; ask another model for embeddings", "model")
     if request.return_token_ids or request.logprobs is not None:
         name = "return_token_ids" if request.return_token_ids else request.named("logprobs")
-        raise invalid(f"{what} and answers in text, without ids and logprobs: leave {name} out", name)
+        raise invalid(f"{what} and answers in text, without ids and logprobs: leave {name} out, or ask it as trtllm+grpc", name)
 
 
 def words_of(request: GenerationRequest) -> Words:

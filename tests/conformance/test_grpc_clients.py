@@ -64,7 +64,7 @@ def test_reflection_lists_the_services(house: House) -> None:
     assert {"modelyard.v1.Inference", "modelyard.v1.Admin", "grpc.health.v1.Health"} <= services
 
 
-@pytest.mark.parametrize("module", ["inference", "kserve", "admin", "pool"])
+@pytest.mark.parametrize("module", ["inference", "kserve", "admin", "pool", "trtllm"])
 def test_the_generated_code_is_that_of_the_proto(module: str, tmp_path: Path) -> None:
     root = PROTO.parents[3]
     subprocess.run(
