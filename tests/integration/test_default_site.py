@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -17,6 +18,9 @@ from house import House, is_ready
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gateway.api.proto import inference_pb2 as pb
+from gateway.site import valkey
+from gateway.state.footprint_record import load_footprints
+from gateway.state.store import SiteStore
 
 pytestmark = pytest.mark.site
 
@@ -215,6 +219,23 @@ def test_ps_and_events_print_what_happened(house: House) -> None:
     events = house.yard("events", "-o", "json", server=True)
     assert events.returncode == 0, events.stderr
     assert "smollm2" in events.stdout
+
+
+async def test_what_loads_took_is_kept_and_counted_by(house: House, tmp_path: Path) -> None:
+    """In Redis, in the reasons of `describe`, and in the plan of a second model out of the same file."""
+    house.wait_ready("smollm2", "smollm2-pp2")
+    store = SiteStore(valkey.url(house.state.valkey_port, house.home.secrets().valkey), house.state.site)
+    async with asyncio.timeout(20):
+        while not {(1, 1), (1, 2)} <= {(kept.tensor_parallel, kept.pipeline_parallel) for kept in await load_footprints(store)}:  # noqa: ASYNC110
+            await asyncio.sleep(0.2)
+    await store.close()
+    with house.client() as client:
+        assert any("measured at an earlier load" in reason for reason in client.describe("Model", "smollm2").reasons)
+    first, _ = yaml.safe_load_all((Path(house.state.site_dir) / "models.yaml").read_text())
+    file = tmp_path / "again.yaml"
+    file.write_text(yaml.safe_dump({**first, "metadata": {"name": "again"}}))
+    planned = house.yard("plan", "-f", str(file), server=True)
+    assert (planned.returncode, "measured at an earlier load" in planned.stdout) == (2, True), planned.stdout + planned.stderr
 
 
 def test_the_site_is_ready(house: House) -> None:
