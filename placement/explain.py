@@ -121,7 +121,7 @@ def _other(request: ModelRequest, group: PlacedGroup, device: Device, domain: Do
     if request.pools and device.pool not in request.pools:
         return f"{where} not among its pools"
     if domain is None or amount is None:
-        return f"{where} {'cordoned' if device.cordoned else 'unhealthy'}"
+        return f"{where} {'cordoned' if device.cordoned else device.trouble or 'unhealthy'}"
     if amount < need:
         return f"{where} {format_bytes(amount)} free"
     slow = slo_problem(request, group.tensor_parallel, group.pipeline_parallel, device.kind, device.type)

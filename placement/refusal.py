@@ -132,7 +132,8 @@ def _ranks(ranks: Collection[int]) -> str:
 def _device_reason(device: Device, free: FreeMemory, needs: Needs, replicas: Replicas) -> Reason | None:
     where = f"rank {device.rank} of pool `{device.pool}` on node {device.node}"
     if not device.healthy:
-        return Reason("unhealthy", f"{where} is unhealthy", device.pool, device.rank)
+        why = f": {device.trouble}" if device.trouble else ""
+        return Reason("unhealthy", f"{where} is unhealthy{why}", device.pool, device.rank)
     if device.cordoned:
         return Reason("cordoned", f"{where} is cordoned", device.pool, device.rank)
     if device.rank in replicas.ranks.get(device.pool, ()):

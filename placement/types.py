@@ -150,6 +150,7 @@ class Device:
     capacity_bytes: int
     foreign_bytes: int = 0
     healthy: bool = True
+    trouble: str = ""  # why it is not healthy, where that is known
     cordoned: bool = False
     nvlink_domain: str = ""
     numa: int = -1  # the NUMA node that it hangs on; -1: not known

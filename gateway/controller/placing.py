@@ -40,6 +40,7 @@ def snapshot_of(
             capacity_bytes=rank.capacity_bytes,
             foreign_bytes=sum(size for _, kind, size in rank.ledger if kind == "foreign") + held_bytes[name, rank.index],
             healthy=sight.missing_s < LOST_S and (rank.alive or sight.dead_s.get(rank.index, 0.0) < LOST_S) and not rank.trouble,
+            trouble=rank.trouble,
             cordoned=name in pools and rank.index in pools[name].spec.cordoned,
             nvlink_domain=rank.nvlink_domain,
             numa=rank.numa,

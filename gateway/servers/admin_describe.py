@@ -114,6 +114,8 @@ def _pool(stored: DesiredObject, observed: Observed) -> Description:
         return {}, [f"no heartbeat of its driver: {message or 'see `ray status` and the Ray dashboard'}"]
     reasons = [record.message] if record.message else []
     reasons += [f"rank {rank.index} on node {rank.node} is dead" for rank in record.ranks if not rank.alive]
+    reasons += [f"rank {rank.index} on node {rank.node} takes nothing: {rank.trouble}" for rank in record.ranks if rank.trouble]
+    reasons += [f"rank {rank} is cordoned" for rank in sorted(spec.cordoned)]
     return _plain(record), reasons
 
 

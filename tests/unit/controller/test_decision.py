@@ -284,7 +284,9 @@ def test_a_card_in_trouble_takes_nothing_and_links_bound_a_tensor_split() -> Non
     for trouble, expected in (("", [("m", "p", (1, 2))]), ("3 uncorrected memory errors", [])):
         ranks = (*linked[:2], msgspec.structs.replace(linked[2], trouble=trouble))
         seen = observed(msgspec.structs.replace(record("p"), device="cuda", ranks=ranks))
-        assert places(decide(site, seen, Placed(()))) == expected
+        decision = decide(site, seen, Placed(()))
+        assert places(decision) == expected
+        assert any(trouble in reason for reason in decision.unplaced.get("m", ())) == (not expected)
     sockets = tuple(msgspec.structs.replace(rank, nvlink_domain="", numa=min(rank.index, 1)) for rank in linked)
     seen = observed(msgspec.structs.replace(record("p"), device="cuda", ranks=sockets))
     assert places(decide(site, seen, Placed(()))) == [("m", "p", (1, 2))]

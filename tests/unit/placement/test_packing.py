@@ -180,6 +180,15 @@ def test_devices_in_trouble_are_left(trouble: dict) -> None:
     assert second.unloads == first.groups
 
 
+def test_small_and_large_cards_of_one_site() -> None:
+    """24 GB beside 141 GB: what is too large for the small ones goes to the large one, also where a split over both would fit."""
+    devices = node("p", "n", 2, 24, type="NVIDIA A10") + node("q", "m", 1, 141, type="NVIDIA H200")
+    plan = place(Snapshot(devices, (model("big", 60), model("wide", 44), *(model(f"s{at}", 15) for at in range(3)))))
+    assert plan.refusals == {}
+    assert (places(plan, "big"), places(plan, "wide")) == ([("q", (0,), 1, 1)], [("q", (0,), 1, 1)])
+    assert sorted(places(plan, f"s{at}")[0][0] for at in range(3)) == ["p", "p", "q"]
+
+
 def test_foreign_memory_is_counted() -> None:
     devices = node("p", "n", 1, 24, foreign_bytes=20 * GIB)
     plan = place(Snapshot(devices, (model("a", 10),)))
