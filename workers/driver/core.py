@@ -16,6 +16,7 @@ from workers.driver.elastic import ElasticKv
 from workers.driver.generations import kept
 from workers.driver.group import Group, Wanted
 from workers.driver.lifecycle import Lifecycle
+from workers.driver.overdue import Overdue, Silent, is_given_up
 from workers.driver.pool_state import PoolState
 from workers.driver.requests import Requests
 from workers.driver.residency import State
@@ -44,6 +45,7 @@ class PoolCore:
         self._lifecycle = Lifecycle(self.state, effects, self._requests, self._kv)
         self._stepper = Stepper(self.state, effects, self._requests)
         self._streams = Streams(self.state, effects, self._requests)
+        self._overdue = Overdue(self.state)
 
     # ------------------------------------------------------------------ from gateways
 
@@ -136,8 +138,11 @@ class PoolCore:
 
     def on_ranks_lost(self, now: float, reason: str) -> None:
         """One rank lost is all lost (rule 11): all requests end at once, groups begin again when ranks are back."""
-        if not self.state.ranks_up:
-            return
+        if self.state.ranks_up:
+            self._lose_ranks(now, reason)
+
+    def _lose_ranks(self, now: float, reason: str, given_up: Group | None = None) -> None:
+        """`given_up` does not begin again."""
         self.state.ranks_up = False
         self.state.message = reason
         hosted = {group.id for group in self.state.groups.values() if group.hosted}
@@ -150,14 +155,14 @@ class PoolCore:
             text = f"model `{group.model}`: {reason}; its worker group restarts"
             stood_by = group.state in ("parked", "cold")
             gave_up = group.state == "failed" and group.retry_at is None and group.model in replaced
-            why = group.reason if gave_up else reason
+            why = group.reason if gave_up or group is given_up else reason
             group.state = "failed"  # so that the canary's end decides nothing
             self._requests.fail_group(group, ErrorCode.UNAVAILABLE, text, self._requests.estimate_s(now, group))
             self.state.ledger.release(group.id)
             if (group.unwanted and group not in keep) or not self.state.assigned:
                 del self.state.groups[group.id]
                 continue
-            self._renew(group, why, "failed" if gave_up else "cold" if stood_by else "waiting")
+            self._renew(group, why, "failed" if gave_up or group is given_up else "cold" if stood_by else "waiting")
         for model in list(self.state.held):
             self._requests.fail_held(model, f"model `{model}`: {reason}; the pool's ranks restart", HELD_RETRY_S)
         self._effects.event("ranks_lost", "", reason)
@@ -188,9 +193,9 @@ class PoolCore:
     # ------------------------------------------------------------------ from both
 
     def on_progress(self, now: float, rank: int, progress: Progress) -> None:
-        del now
         op = self.state.ops.get(progress.op)
         if op is not None:
+            op.heard_at = now
             op.progress[rank] = progress.fraction
             group = self.state.groups[op.group_id]
             if group.state == "loading":
@@ -206,6 +211,7 @@ class PoolCore:
         if op is None:
             return  # of a group that was lost meanwhile
         group = self.state.groups[op.group_id]
+        op.heard_at = now
         op.pending.discard(rank)
         op.progress[rank] = 1.0
         if done.error:
@@ -251,6 +257,9 @@ class PoolCore:
         if self._stepper.stalled_s(now) > STALLED_S:
             self.on_ranks_lost(now, f"requests in flight and no step for {STALLED_S:.0f} s")
             return
+        if silent := self._overdue.look(now):
+            self._on_silent(now, silent)
+            return
         for group in self._streams.stalled(now, STALLED_S):
             self._effects.drop_engine(group.id)
         self._kv.give_back_idle(now)
@@ -271,6 +280,12 @@ class PoolCore:
         self._stepper.pump(now)
         self._streams.pump(now)
         self._kv.grow(now)
+
+    def _on_silent(self, now: float, silent: Silent) -> None:
+        """A rank executes nothing any more (rule 11)."""
+        group = silent.group
+        self._effects.event(f"{silent.op.kind}_failed", group.model, f"group {group.id}: {silent.reason}")
+        self._lose_ranks(now, silent.reason, group if is_given_up(silent) else None)
 
     def _on_canary_end(self, group: Group, sequence: Sequence, ended: Ended) -> None:
         self._lifecycle.on_canary_end(self._now, group, sequence, ended)

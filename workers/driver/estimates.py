@@ -40,11 +40,22 @@ def move_s(state: PoolState, path: str, group: Group) -> float:
     return MOVE_BASE_S + size / state.move_bytes_per_s.get(path, MOVE_BYTES_PER_S[state.device])
 
 
+def operation_s(state: PoolState, group: Group, kind: str) -> float:
+    """Of one operation, from its beginning. A load may have to convert its weights first, whatever the last one took."""
+    if kind == "load":
+        return max(state.load_times_s.get(group.model, 0.0), _unmeasured_load_s(group))
+    return move_s(state, kind, group) if kind in ("park", "wake") else MOVE_BASE_S
+
+
 def _load_s(state: PoolState, now: float, group: Group) -> float:
-    bytes_to_load = max((sum(kinds.values()) for kinds in group.sizing.budget.values()), default=0) if group.sizing else 0
-    whole = state.load_times_s.get(group.model, LOAD_BASE_S + bytes_to_load / LOAD_BYTES_PER_S)
+    whole = state.load_times_s.get(group.model, _unmeasured_load_s(group))
     elapsed = now - group.load_began_at if group.state == "loading" else 0.0
     return max(whole - elapsed, whole * (1.0 - group.progress) * 0.5, 0.5) + CHECK_ESTIMATE_S
+
+
+def _unmeasured_load_s(group: Group) -> float:
+    bytes_to_load = max((sum(kinds.values()) for kinds in group.sizing.budget.values()), default=0) if group.sizing else 0
+    return LOAD_BASE_S + bytes_to_load / LOAD_BYTES_PER_S
 
 
 def _room_s(state: PoolState, group: Group) -> float:

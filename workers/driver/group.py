@@ -45,6 +45,7 @@ class Op:
     pending: set[int]  # ranks
     blocks: int = 0
     began_at: float = 0.0
+    heard_at: float | None = None  # when a rank last said something of it; None: nobody has looked yet
     errors: dict[int, str] = field(default_factory=dict)
     progress: dict[int, float] = field(default_factory=dict)
 

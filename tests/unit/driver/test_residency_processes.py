@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 
+import psutil
 import pytest
 from conftest import SECRET, Pool, PoolFactory, assignment, until
 
 from gateway.api.errors import ErrorCode, YardError
 from gateway.servers.residency import set_residency
+from workers.driver import local_ranks, overdue
 
 
 async def set_to(pool: Pool, residency: str, model: str = "m") -> dict[str, str]:
@@ -42,6 +46,23 @@ async def test_an_operator_parks_and_a_request_wakes(make_pool: PoolFactory) -> 
     assert link.holds[numbers[0]].estimated_wait_ms > 0
     assert {switch.path: switch.count for switch in pool.driver.record().switches}["wake"] == 1
     pool.driver.loop.core.state.check()
+
+
+async def test_rule_11_a_rank_that_is_stopped_and_does_not_park_is_started_again(
+    make_pool: PoolFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rule 11, where no request is in flight."""
+    monkeypatch.setattr(overdue, "FLOOR_S", 1.0)
+    monkeypatch.setattr(local_ranks, "STOP_TIMEOUT_S", 1.0)
+    pool = await make_pool(assignment())
+    [stopped] = pool.pids
+    os.kill(stopped, signal.SIGSTOP)
+    await set_to(pool, "parked")
+    await until(lambda: pool.pids not in ([], [stopped]) and standing(pool) == ["ready"], pool.driver.record)
+    assert not psutil.pid_exists(stopped)
+    link = await pool.link()
+    await link.end_of(await link.submit([5, 6], max_tokens=2))
+    assert link.tokens[1] == [11, 22]
 
 
 async def test_an_operator_is_told_what_cannot_be(make_pool: PoolFactory) -> None:
