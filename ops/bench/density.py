@@ -1,13 +1,14 @@
 """How many models one GPU serves well: N of 7B in one pool, against the same engine with its memory divided among them for good.
 
-    python ops/bench/density.py --out DIR [--models 4 8 16] [--seconds N]
+    python ops/bench/density.py --out DIR [--models 8 16] [--seconds N]
     python ops/bench/density.py --out DIR --device cpu        a rehearsal with tiny shapes and host memory
 
-Real driver and rank process, random bf16 weights. Every model is idle most of the time and then asked in a burst, as chats are:
-short prompts, longer answers. Both sides replay the same trace. Divided: each model has its share of the card less the context
-that a process of its own would pay, all KV within it; models beyond those that fit take turns in one share, and are brought back
-as fast as the pool brings its own. A request is within the SLO when its first token came within 1 s and each further one within
-50 ms on average. Two more parts: what a park and a wake take through the driver, and three models of int8 in 24 GB at once.
+Real driver and rank process, random bf16 weights. Every model is idle most of the time and then asked in a burst: chats (short
+prompts, longer answers) or documents (long prompts). Both sides replay the same trace. Divided: each model has its share of the
+card less the context that a process of its own would pay, all KV within it; models beyond those that fit take turns in one share,
+and are brought back as fast as the pool brings its own. A request is within the SLO when its first token came within 1 s and each
+further one within 50 ms on average. Two more parts: what a park and a wake take through the driver, and three models of int8 in
+24 GiB at once.
 
 One GPU with 139 GiB and 110 GiB of host memory. DIR/density.json is written anew after every part.
 """
@@ -40,23 +41,40 @@ GIB = 2**30
 PAGE_BYTES = 32 * 2**20
 ONE = Placement((0,), 1, 1)
 FIRST_TOKEN_S, TOKEN_S = 1.0, 0.05
-CONCURRENCY, BATCH_TOKENS, CONTEXT = 128, 4096, 1024
+CONCURRENCY, BATCH_TOKENS = 128, 4096
 BURST_EVERY_S = 5.0  # of all models together
-BURST_REQUESTS = (24, 56)
 BURST_S = 0.5  # its requests come within
-PROMPT_TOKENS, ANSWER_TOKENS = (64, 384), (128, 512)
 
 
-def trace(models: list[str], seconds: float, seed: int) -> list[Arrival]:
+@dataclass(frozen=True)
+class Kind:
+    """What is asked: how much at once, and how long, each between two numbers."""
+
+    requests: tuple[int, int]
+    prompt_tokens: tuple[int, int]
+    answer_tokens: tuple[int, int]
+
+    @property
+    def context(self) -> int:
+        return self.prompt_tokens[1] + self.answer_tokens[1]
+
+
+KINDS = {
+    "chats": Kind(requests=(24, 56), prompt_tokens=(64, 384), answer_tokens=(128, 512)),
+    "documents": Kind(requests=(8, 20), prompt_tokens=(1024, 1536), answer_tokens=(128, 384)),
+}
+
+
+def trace(kind: Kind, models: list[str], seconds: float, seed: int) -> list[Arrival]:
     """Bursts that come by chance, each to one model. The same for every way of serving it."""
     draw = random.Random(seed)
     found: list[Arrival] = []
     time_s = 0.0
     while (time_s := time_s + draw.expovariate(1 / BURST_EVERY_S)) < seconds:
         model = draw.choice(models)
-        for _ in range(draw.randint(*BURST_REQUESTS)):
+        for _ in range(draw.randint(*kind.requests)):
             at_s = time_s + draw.uniform(0, BURST_S)
-            found.append(Arrival(at_s, model, draw.randint(*PROMPT_TOKENS), draw.randint(*ANSWER_TOKENS)))
+            found.append(Arrival(at_s, model, draw.randint(*kind.prompt_tokens), draw.randint(*kind.answer_tokens)))
     return sorted(found)
 
 
@@ -89,7 +107,7 @@ class Bench:
         self.out: Path = options.out
         self.directory = directory
         self.deadline = time.monotonic() + options.seconds
-        self.trace_s = 40.0 if self.real else 12.0
+        self.trace_s = 30.0 if self.real else 12.0
         self.vocabulary = shapes.VOCABULARY if self.real else 512
         shape = shapes.LLAMA_7B if self.real else shapes.TINY
         size = shapes.write(directory / "7b", directory / "cache", replace(shape, vocabulary=self.vocabulary))
@@ -114,15 +132,14 @@ class Bench:
         memory = memory if self.real else GIB
         return WatchedPool(self.directory / name, self.directory / "cache", 1, memory, RANK_MODULE, standby)
 
-    def spec(self, *, floor: int, ceiling: int, precision: str = "bf16", pinned: bool = False) -> ModelSpec:
-        batch_tokens = BATCH_TOKENS if precision == "bf16" else BATCH_TOKENS // 2
+    def spec(self, *, context: int, floor: int, ceiling: int, **changes: object) -> ModelSpec:
+        limits = LimitsSpec(concurrency=CONCURRENCY, queue=4096, batch_tokens=BATCH_TOKENS)
+        fields = {"precision": "bf16", "limits": limits, **changes}
         return ModelSpec(
             source=str(self.directory / "7b"),
-            precision=precision if self.real else "bf16",  # type: ignore[arg-type]
-            context=CONTEXT if self.real else None,
-            residency="resident" if pinned else "auto",
-            limits=LimitsSpec(concurrency=CONCURRENCY, queue=4096, batch_tokens=batch_tokens),
+            context=context,
             kv=KvSpec(floor=floor, ceiling=max(floor, ceiling), prefix_cache=False),
+            **fields,  # type: ignore[arg-type]
         )
 
 
@@ -132,7 +149,7 @@ class Bench:
 async def measured(bench: Bench, pool: WatchedPool) -> Sizes:
     """Loads one model, sees what it took, and lets it go."""
     empty = pool.memory().get(0)
-    await pool.bring({"first": (bench.spec(floor=GIB // 64, ceiling=GIB // 8), ONE)}, 90)
+    await pool.bring({"first": (bench.spec(context=1024, floor=GIB // 64, ceiling=GIB // 8), ONE)}, 90)
     lines = pool.ledger()["0"]["lines"]
     (group,) = pool.core.state.groups.values()
     assert group.sizing is not None
@@ -147,16 +164,17 @@ async def measured(bench: Bench, pool: WatchedPool) -> Sizes:
     )
 
 
-def pooled(bench: Bench, sizes: Sizes, models: list[str]) -> dict[str, ModelSpec]:
-    spec = bench.spec(floor=GIB // 4 if bench.real else GIB // 64, ceiling=sizes.capacity // 3)
+def pooled(bench: Bench, sizes: Sizes, models: list[str], context: int) -> dict[str, ModelSpec]:
+    spec = bench.spec(context=context, floor=GIB // 4 if bench.real else GIB // 64, ceiling=sizes.capacity // 3)
     return dict.fromkeys(models, spec)
 
 
-def divided(bench: Bench, sizes: Sizes, models: list[str]) -> dict[str, ModelSpec]:
+def divided(bench: Bench, sizes: Sizes, models: list[str], context: int) -> dict[str, ModelSpec]:
     """Where not all have a share, the last ones take turns in one."""
     count, kv = sizes.shares(len(models))
-    fixed = count if count == len(models) else count - 1
-    return {name: bench.spec(floor=kv, ceiling=kv, pinned=number < fixed) for number, name in enumerate(models)}
+    fixed = models[: count if count == len(models) else count - 1]
+    specs = {kept: bench.spec(context=context, floor=kv, ceiling=kv, residency=kept) for kept in ("resident", "auto")}
+    return {name: specs["resident" if name in fixed else "auto"] for name in models}
 
 
 async def replay(bench: Bench, pool: WatchedPool, arrivals: list[Arrival]) -> list[Asked]:
@@ -195,20 +213,20 @@ async def serve(bench: Bench, pool: WatchedPool, specs: dict[str, ModelSpec], ar
     return {"load_s": round(loaded_s, 1), **found, "switches": switches, "ledger_at_the_end": ledger, "events": pool.faults()}
 
 
-async def compare(bench: Bench, pool: WatchedPool, sizes: Sizes, count: int) -> None:
+async def compare(bench: Bench, pool: WatchedPool, sizes: Sizes, kind: str, count: int) -> None:
     models = [f"m{number}" for number in range(count)]
-    arrivals = trace(models, bench.trace_s, seed=11)
+    arrivals = trace(KINDS[kind], models, bench.trace_s, seed=11)
     shares, kv = sizes.shares(count)
-    found: Figures = {"models": count, "shares": shares, "kv_of_a_share_gib": round(kv / GIB, 2)}
+    found: Figures = {"kind": kind, "models": count, "shares": shares, "kv_of_a_share_gib": round(kv / GIB, 2)}
     for name, make in (("pooled", pooled), ("divided", divided)):
         try:
-            found[name] = await serve(bench, pool, make(bench, sizes, models), arrivals)
+            found[name] = await serve(bench, pool, make(bench, sizes, models, KINDS[kind].context), arrivals)
         except (RuntimeError, TimeoutError) as error:
             found[name] = {"failed": str(error)[:1000]}
             await pool.bring({}, 90)
     if all("within_slo" in found[name] for name in ("pooled", "divided")):
         found["ratio"] = round(found["pooled"]["within_slo"] / max(1, found["divided"]["within_slo"]), 2)
-    bench.keep(f"density_{count}", found)
+    bench.keep(f"{kind}_{count}", found)
 
 
 # -------------------------------------------------------------------- switches, and a small card
@@ -216,7 +234,7 @@ async def compare(bench: Bench, pool: WatchedPool, sizes: Sizes, count: int) -> 
 
 async def switches(bench: Bench, pool: WatchedPool, sizes: Sizes) -> None:
     """Through the driver, beside a model that stays."""
-    specs = pooled(bench, sizes, ["stays", "moves"])
+    specs = pooled(bench, sizes, ["stays", "moves"], 1024)
     await pool.bring({name: (specs[name], ONE) for name in ("stays",)}, 90)
     state, prompt = pool.core.state, prompts(1, 32, 5, bench.vocabulary)[0]
     free_before = pool.memory()[0].used_bytes - pool.memory()[0].kept_bytes
@@ -243,14 +261,25 @@ async def switches(bench: Bench, pool: WatchedPool, sizes: Sizes) -> None:
 
 
 async def small_card(bench: Bench) -> None:
-    """Three models of int8 in a ledger of 24 GB, all asked at once."""
-    pool = bench.pool("small", 24 * 10**9, 0)
+    """Three models of int8 in a ledger of 24 GiB, all asked at once."""
+    pool = bench.pool("small", 24 * GIB, 0)
     pool.start()
     try:
         await pool.until(lambda: pool.core.state.ranks_up, 60)
-        spec = bench.spec(floor=GIB // 4 if bench.real else GIB // 64, ceiling=2 * GIB, precision="int8", pinned=True)
+        spec = bench.spec(
+            context=512,
+            floor=GIB // 4 if bench.real else GIB // 64,
+            ceiling=2 * GIB,
+            precision="int8" if bench.real else "bf16",
+            residency="resident",
+            limits=LimitsSpec(concurrency=16, queue=256, batch_tokens=1024),
+        )
         began = time.monotonic()
-        await pool.bring(dict.fromkeys("abc", (spec, ONE)), 120)
+        try:
+            await pool.bring(dict.fromkeys("abc", (spec, ONE)), 60)
+        except TimeoutError as error:
+            bench.keep("small_card", {"not_loaded": str(error), "ledger": pool.ledger()})
+            return
         loaded_s = time.monotonic() - began
         keys = [
             pool.ask(model, prompt, 64 if bench.real else 4)
@@ -282,9 +311,10 @@ async def run(bench: Bench, counts: list[int]) -> None:
         bench.keep("sizes", {name: getattr(sizes, name) for name in ("capacity", "weights", "workspace", "context")})
         if bench.real:  # models in host memory do not park
             await switches(bench, pool, sizes)
-        for count in counts:
-            if bench.has(100 + 4 * count, f"density_{count}"):
-                await compare(bench, pool, sizes, count)
+        for kind in KINDS:
+            for count in counts:
+                if bench.has(70 + 4 * count, f"{kind}_{count}"):
+                    await compare(bench, pool, sizes, kind, count)
     finally:
         await end(pool, bench)
     if bench.has(40, "small_card"):
@@ -297,7 +327,7 @@ def table(result: Figures) -> str:
         if "ratio" in part:
             ours, theirs = part["pooled"], part["divided"]
             rows.append(
-                f"{part['models']:>2} models: {ours['within_slo']} of {ours['requests']} within SLO in one pool, "
+                f"{part['models']:>2} models, {part['kind']}: {ours['within_slo']} of {ours['requests']} within SLO in one pool, "
                 f"{theirs['within_slo']} divided in {part['shares']} ({part['ratio']} x, target 3 at 8 and 16)"
             )
     if "wake_ms" in (found := result["parts"].get("switches", {})):
@@ -306,7 +336,7 @@ def table(result: Figures) -> str:
         )
         rows.append(f"left behind by a parked model {found['left_behind_bytes'] / GIB:.3f} GiB")
     if "failed" in (found := result["parts"].get("small_card", {})):
-        rows.append(f"three models in 24 GB: {found['requests']} requests, {found['failed']} failed")
+        rows.append(f"three models in 24 GiB: {found['requests']} requests, {found['failed']} failed")
     return "\n".join(rows)
 
 
@@ -314,7 +344,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--models", type=int, nargs="*", default=[4, 8, 16])
+    parser.add_argument("--models", type=int, nargs="*", default=[8, 16])
     parser.add_argument("--seconds", type=float, default=500.0, help="no part begins that would not end within so long")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:

@@ -269,3 +269,22 @@ def test_a_peer_copy_is_preferred_and_lives_in_the_peers_pool() -> None:
     standby.close(WAIT_S)
     machine.close()
     other.close()
+
+
+@on_each_machine
+def test_memory_is_pinned_ahead_beside_whoever_takes_it(make: MakeMachine) -> None:
+    machine = make(8)
+    pinned, slab = machine.pinned, 16 * machine.page_bytes
+    threads = [threading.Thread(target=pinned.pin_ahead, args=(3 * slab + 1,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    pages = [pinned.take(3) for _ in range(4)]
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert 3 * slab <= pinned.pinned_bytes <= pinned.capacity_bytes == 4 * slab
+    assert pinned.free_bytes == pinned.pinned_bytes - 12 * machine.page_bytes
+    for taken in pages:
+        pinned.give(taken)
+    machine.close()
+    pinned.pin_ahead(4 * slab)
+    assert pinned.pinned_bytes == 0, "a closed pool pins nothing more"

@@ -56,17 +56,19 @@ class ElasticKv:
                 group.reclaim_to = target if group.reclaim_to is None else min(target, group.reclaim_to)
                 missing -= (group.kv_blocks - group.reclaim_to) * group.sizing.block_bytes[rank]
 
-    def reclaim_for_load(self, shortages: Iterable[Shortage]) -> bool:
-        """Ask groups to come down so that the shortages end; False when all of it would not suffice."""
+    def reclaim_for_load(self, shortages: Iterable[Shortage], *, used: bool) -> bool:
+        """Ask groups to come down so that the shortages end, to what they use or, with `used`, to their floors; False when all
+        of it would not suffice."""
         asked: dict[Group, int] = {}
         for shortage in shortages:
             missing = shortage.asked_bytes - shortage.free_bytes
             donors = [group for group in self._donors() if shortage.rank in group.ranks]
-            for group in sorted(donors, key=lambda group: -_above_floor(group, shortage.rank)):
+            spare = {group: _spare(group, shortage.rank, used=used) for group in donors}
+            for group in sorted(donors, key=lambda group: -spare[group]):
                 if missing <= 0:
                     break
-                missing -= _above_floor(group, shortage.rank)
-                asked[group] = group.sizing.floor_blocks if group.sizing else 0
+                missing -= spare[group]
+                asked[group] = group.sizing.floor_blocks if used and group.sizing else _needed(group)
             if missing > 0:
                 return False
         for group, blocks in asked.items():
@@ -115,21 +117,23 @@ class ElasticKv:
             except LedgerFull as full:
                 shortages = full.shortages
                 continue
-            group.grow_denied_at = None
+            group.grow_denied_at, group.starving = None, ()
             self._send(group, blocks).began_at = now
             return
         group.grow_denied_at = now
-        self._ask_donors(group, shortages)
+        group.starving = () if self._ask_donors(group, shortages) else shortages
 
-    def _ask_donors(self, group: Group, shortages: Iterable[Shortage]) -> None:
+    def _ask_donors(self, group: Group, shortages: Iterable[Shortage]) -> bool:
         """First what nobody uses; then, between groups that all want more, from who has more above its floor."""
         assert group.sizing is not None
+        found = False
         for shortage in shortages:
             donors = [donor for donor in self._donors() if donor is not group and shortage.rank in donor.ranks]
             unused = [(donor, _needed(donor)) for donor in donors if donor.kv_blocks - _needed(donor) > 0]
             if unused:
                 for donor, blocks in unused:
                     donor.reclaim_to = blocks
+                found = True
                 continue
             donors = [donor for donor in donors if donor.spec.priority <= group.spec.priority]
             richest = max(donors, key=lambda donor: _above_floor(donor, shortage.rank), default=None)
@@ -138,6 +142,8 @@ class ElasticKv:
             margin = 2 * group.sizing.chunk_blocks * group.sizing.block_bytes[shortage.rank]
             if _above_floor(richest, shortage.rank) > _above_floor(group, shortage.rank) + margin:
                 richest.reclaim_to = max(richest.sizing.floor_blocks, richest.kv_blocks - richest.sizing.chunk_blocks)
+                found = True
+        return found
 
     # ------------------------------------------------------------------ giving back
 
@@ -200,6 +206,13 @@ def _needed(group: Group) -> int:
     floor, chunk = group.sizing.floor_blocks, group.sizing.chunk_blocks
     used = group.batcher.blocks.highest_used() + 1
     return min(group.kv_blocks, floor + max(0, -(-(used - floor) // chunk)) * chunk)
+
+
+def _spare(group: Group, rank: int, *, used: bool) -> int:
+    """Bytes on the rank that it can give up: what nobody uses, or all above its floor."""
+    assert group.sizing is not None
+    above = _above_floor(group, rank)
+    return above if used else above - group.sizing.kv_used_bytes(_needed(group))[rank]
 
 
 def _above_floor(group: Group, rank: int) -> int:

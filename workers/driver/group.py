@@ -16,6 +16,7 @@ from workers.driver.effects import ModelFacts
 from workers.driver.residency import State
 from workers.driver.sequence import Sequence
 from workers.driver.sizing import GroupSizing, Placement
+from workers.memory.ledger import Shortage
 from workers.messages import HeldShard
 
 MAX_ATTEMPTS = 5
@@ -73,6 +74,7 @@ class Group:
     steps: dict[int, StepInFlight] = field(default_factory=dict)
     kv_blocks: int = 0  # mapped and reserved
     reclaim_to: int | None = None  # blocks that it must come down to, for the sake of others
+    starving: tuple[Shortage, ...] = ()  # KV that its requests need and that no other group has to spare
     grow_denied_at: float | None = None
     idle_since: float | None = None
     attempts: int = 0

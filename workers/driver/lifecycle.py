@@ -75,9 +75,11 @@ class Lifecycle:
         4. What is to be parked or dropped and is quiet, is (rule 5).
         5. What somebody asks for goes before what nobody asks for, then by priority and name. What stands by is woken; what waits
            is loaded: facts, then sizes, then the ledger on all ranks (rule 3), then the load. One lifecycle operation a model,
-           one load a rank. When the ledger is short: KV above floors is called back; failing that, idle models are parked;
-           failing that, the old generation of the same model gives way; failing that, it waits with the reason, or stands
-           back until it is asked for where only higher priority is in its way.
+           one load a rank. When the ledger is short: KV that nobody uses is called back; failing that, idle models are parked;
+           failing that, KV above floors is called back by preemption; failing that, the old generation of the same model gives
+           way; failing that, it waits with the reason, or stands back until it is asked for where only higher priority is in
+           its way.
+        6. Who serves and lacks KV that no other group can spare has models parked that have been idle for a while.
         """
         if not self._state.ranks_up:
             return
@@ -118,6 +120,11 @@ class Lifecycle:
                 self.switching.bring(now, group)
         for model in [model for model in self._state.held if not self._may_come(model)]:
             self._requests.release_held(now, model)
+        # 6.
+        for group in list(self._state.groups.values()):
+            if group.starving:
+                shortages, group.starving = group.starving, ()  # said anew when it still lacks them
+                self.switching.evict_idle(now, group, shortages)
 
     # ------------------------------------------------------------------ events
 
@@ -267,15 +274,18 @@ class Lifecycle:
     def _others_leave(self, now: float, group: Group, full: LedgerFull) -> bool:
         shortages = "; ".join(map(str, full.shortages))
         parking = any(other.state == "parking" and set(other.ranks) & set(group.ranks) for other in self._state.groups.values())
-        if not parking and self._kv.reclaim_for_load(full.shortages):
-            group.reclaiming = True
-            self._to(group, group.state, f"KV memory of other models is called back ({shortages})")
-            return True
-        if leaving := self.switching.evict(now, group, full.shortages):
-            group.reclaiming = True
-            self._to(group, group.state, f"{leaving} ({shortages})")
-            return True
-        return False
+        called_back = f"KV memory of other models is called back ({shortages})"
+        if not parking and self._kv.reclaim_for_load(full.shortages, used=False):
+            leaving = called_back
+        elif evicted := self.switching.evict(now, group, full.shortages):
+            leaving = f"{evicted} ({shortages})"
+        elif not parking and self._kv.reclaim_for_load(full.shortages, used=True):
+            leaving = called_back
+        else:
+            return False
+        group.reclaiming = True
+        self._to(group, group.state, leaving)
+        return True
 
     def _wait_for_room(self, now: float, group: Group, full: LedgerFull) -> None:
         shortages = "; ".join(map(str, full.shortages))

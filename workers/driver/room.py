@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from placement.parking import Resident, Wanting, make_room
+from placement.parking import TURN_S, Resident, Wanting, make_room
 from workers.driver.estimates import wake_s
 from workers.driver.group import Group
 from workers.driver.pool_state import PoolState
@@ -59,14 +59,29 @@ def who_leaves(
     state: PoolState, now: float, wanting: Group, shortages: Iterable[Shortage], leaving: Iterable[Group]
 ) -> list[Group] | None:
     """Besides `leaving`; None when all that may would not do."""
+    asks = Wanting(wanting.spec.priority, asked(state, wanting), _waited_s(state, now, wanting))
+    chosen = make_room(_residents(state, now, wanting), asks, _missing(state, shortages, leaving))
+    return None if chosen is None else [state.groups[group_id] for group_id in chosen]
+
+
+def who_is_idle(
+    state: PoolState, now: float, starving: Group, shortages: Iterable[Shortage], leaving: Iterable[Group]
+) -> list[Group]:
+    """Besides `leaving`, of no higher priority, and unused for `TURN_S`. Empty when that would not do."""
+    residents = [each for each in _residents(state, now, starving) if each.idle_s >= TURN_S and each.ready_s >= TURN_S]
+    asks = Wanting(starving.spec.priority, asked=False, waited_s=0.0)
+    chosen = make_room(residents, asks, _missing(state, shortages, leaving))
+    return [state.groups[group_id] for group_id in chosen or ()]
+
+
+def _missing(state: PoolState, shortages: Iterable[Shortage], leaving: Iterable[Group]) -> dict[int, int]:
+    """Bytes by rank that are short once `leaving` have left."""
     missing = {shortage.rank: shortage.asked_bytes - shortage.free_bytes for shortage in shortages}
     for group in leaving:
         for rank, size in state.ledger.of_owner(group.id).items():
             if rank in missing:
                 missing[rank] -= size
-    asks = Wanting(wanting.spec.priority, asked(state, wanting), _waited_s(state, now, wanting))
-    chosen = make_room(_residents(state, now, wanting), asks, missing)
-    return None if chosen is None else [state.groups[group_id] for group_id in chosen]
+    return missing
 
 
 def fits_if_asked_for(state: PoolState, now: float, group: Group, shortages: Iterable[Shortage]) -> bool:

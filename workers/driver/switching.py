@@ -22,7 +22,7 @@ from workers.driver.group_memory import enter_measured, enter_parked, open_batch
 from workers.driver.pool_state import PoolState
 from workers.driver.requests import Requests
 from workers.driver.residency import STANDING_BY, Event, State, Transition, decide
-from workers.driver.room import asked, failed_to_park, fits_if_asked_for, going, situation, who_leaves
+from workers.driver.room import asked, failed_to_park, fits_if_asked_for, going, situation, who_is_idle, who_leaves
 from workers.memory.ledger import LedgerFull, Shortage
 from workers.messages import ParkShard, WakeShard
 
@@ -168,6 +168,11 @@ class Switching:
             self._leave(now, group, f"makes room for `{wanting.model}`")
             names.add(group.model)
         return f"{', '.join(sorted(names))} parked to make room" if names else ""
+
+    def evict_idle(self, now: float, starving: Group, shortages: Iterable[Shortage]) -> None:
+        """Park models that nobody has used for `TURN_S`, for the KV of requests that run."""
+        for group in who_is_idle(self._state, now, starving, shortages, going(self._state, starving)):
+            self._leave(now, group, f"leaves its memory to the KV of `{starving.model}`")
 
     def give_way(self, now: float, wanting: Group, shortages: Iterable[Shortage]) -> bool:
         """Its old generation leaves memory for it, and what else is needed; False when that would not do."""

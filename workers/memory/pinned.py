@@ -59,6 +59,7 @@ class PinnedPool:
         self._slabs: list[_Slab] = []
         self._free: list[HostPage] = []
         self._lock = threading.Lock()
+        self._closed = False
 
     @property
     def pinned_bytes(self) -> int:
@@ -87,11 +88,24 @@ class PinnedPool:
         with self._lock:
             self._grow(-(-size_bytes // self.page_bytes))
 
+    def pin_ahead(self, size_bytes: int) -> None:
+        """Pin slab by slab until `size_bytes` are, on the caller's thread and beside whoever takes pages meanwhile, so that the
+        first parks need not wait for it."""
+        self._prepare()
+        while not self._closed and self.pinned_bytes + self._slab_bytes <= min(size_bytes, self.capacity_bytes):
+            slab = self._new_slab()
+            with self._lock:
+                if self._closed or self.pinned_bytes + self._slab_bytes > self.capacity_bytes:
+                    self._unpin(slab.address)
+                    return
+                self._keep(slab)
+
     def close(self) -> None:
         """Unpin everything. ValueError while a page is out."""
         with self._lock:
             if self.free_bytes != self.pinned_bytes:
                 raise ValueError(f"{self.pinned_bytes - self.free_bytes} bytes of pinned memory are still in use")
+            self._closed = True
             self._free.clear()
             while self._slabs:
                 self._unpin(self._slabs.pop().address)
@@ -117,10 +131,13 @@ class PinnedPool:
                     self._unpin(future.result().address)
             raise
         for slab in made:
-            self._slabs.append(slab)
-            for start in range(0, self._slab_bytes, self.page_bytes):
-                view = slab.bytes[start : start + self.page_bytes]
-                self._free.append(HostPage(slab.address + start, view))
+            self._keep(slab)
+
+    def _keep(self, slab: _Slab) -> None:
+        self._slabs.append(slab)
+        for start in range(0, self._slab_bytes, self.page_bytes):
+            view = slab.bytes[start : start + self.page_bytes]
+            self._free.append(HostPage(slab.address + start, view))
 
     def _new_slab(self) -> _Slab:
         slab = _Slab(self._slab_bytes)

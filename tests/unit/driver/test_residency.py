@@ -270,6 +270,61 @@ def test_a_model_in_memory_gives_up_its_copy_where_another_has_to_park() -> None
     assert any(isinstance(command, ParkShard) and command.drop_copies for _, command in world.sent)
 
 
+def many(model: str = "a") -> Wanted:
+    """Its requests want far more KV than it keeps."""
+    return wanted(model, kv=KvSpec(floor=16 * MIB, block_tokens=16), limits=LimitsSpec(concurrency=16, queue=64, batch_tokens=64))
+
+
+def busy_beside_an_idle_one(**idle: object) -> tuple[World, list[tuple[int, int]]]:
+    """`a` runs requests that want more KV than `b`, idle for a while, leaves free."""
+    world = World(capacity_mib=ONE_FITS_MIB + TAKES_MIB)
+    world.ready(many("a"), wanted("b", **idle))  # type: ignore[arg-type]
+    world.later(TURN_S + 1)
+    keys = [world.submit((number, *range(1, 49)), 190, model="a") for number in range(12)]
+    return world, keys
+
+
+def test_an_idle_model_leaves_its_memory_to_the_kv_of_requests_that_run() -> None:
+    world, keys = busy_beside_an_idle_one()
+    while world.turn():
+        if world.states("b") == ["parked"]:
+            break
+    assert world.states("b") == ["parked"], "and nobody had to wait for the requests to end"
+    assert any("KV of `a`" in text for kind, model, text in world.events if (kind, model) == ("parking", "b"))
+    key = world.submit(model="b", max_tokens=2)
+    world.run()
+    world.later(1)
+    assert [len(world.texts[each]) for each in keys] == [190] * 12
+    assert world.texts[key] == expected_text((1, 2, 3), 2)
+
+
+@pytest.mark.parametrize("kept", [{"residency": "resident"}, {"keep_warm_s": 600}, {"priority": 5}])
+def test_what_is_kept_stays_beside_one_that_wants_kv(kept: dict[str, object]) -> None:
+    world, keys = busy_beside_an_idle_one(**kept)
+    world.run()
+    world.later(1)
+    assert world.states("b") == ["ready"]
+    assert [len(world.texts[each]) for each in keys] == [190] * 12
+
+
+def test_a_wake_parks_who_is_idle_before_it_takes_kv_from_requests_that_run() -> None:
+    world = World(capacity_mib=ONE_FITS_MIB + TAKES_MIB + HELD_MIB)
+    world.ready(many("a"), wanted("b"), wanted("c"))
+    park(world, "c")
+    world.run()
+    world.later(TURN_S + 1)
+    keys = [world.submit((number, *range(1, 49)), 100, model="a") for number in range(12)]
+    while world.group("a").kv_blocks < 112:
+        assert world.turn()
+    world.submit(model="c", max_tokens=2)
+    while world.states("c") != ["ready"]:
+        assert world.turn()
+    assert world.states("b") == ["parked"]
+    assert world.group("a").kv_blocks >= 112
+    world.run()
+    assert [len(world.texts[key]) for key in keys] == [100] * 12
+
+
 def test_ranks_of_a_node_share_what_it_has_left() -> None:
     welcomes = {rank: Welcome(rank, 1, "cpu", node, (), host_bytes=10 * MIB) for rank, node in enumerate(("n", "n", "o"))}
     cpu = PoolSpec(devices=3, memory=2 * MIB)
