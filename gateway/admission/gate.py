@@ -15,7 +15,10 @@ LOOK_AGAIN_S = 0.05
 RATE_MEMORY = 0.1
 CAUTION = 1.15
 """Times are averages, and an answer that comes too late has cost the same as one in time."""
+SHORTEST_RETRY_S = 0.1
 LONGEST_RETRY_S = 30.0
+UNKNOWN_RETRY_S = 1.0
+"""Of a model of which it is not known how fast it is, and none of whose replicas is on its way: as its pools say then."""
 SPENT_S = 0.002
 """A deadline so near passes before anything could be answered."""
 
@@ -78,19 +81,27 @@ class Ticket:
 
 class Gate:
     """One per gateway. `room(model, inside)`: sequences that its pools would take now, when `inside` of this gateway were let
-    through, or None where that is not known; `limit(model)`: how many requests may wait here.
+    through, or None where that is not known; `limit(model)`: how many requests may wait here; `coming_s(model)`: until its next
+    replica serves, or None when none is on its way.
 
     `enter`, in order:
     1. Nobody waits and there is room, or none of this gateway's is inside: let through at once.
     2. Its deadline has passed: DEADLINE. It cannot be expected to be answered before it (requests that wait, times the time
-       between two ends, and what it takes itself): RESOURCE_EXHAUSTED at once, with the time after which it is worth trying.
+       between two ends, and what it takes itself): RESOURCE_EXHAUSTED at once, with the time after which it is worth trying:
+       until the queue is empty, or until another replica serves, whichever is known to be sooner.
     3. It waits. When the queue is full, whoever has most in it by weight loses its last (see `FairQueue`). When its turn
        comes and what is left is too short by then, it is refused too: computing it would only make others late.
     """
 
-    def __init__(self, room: Callable[[str, int], int | None], limit: Callable[[str], int]) -> None:
+    def __init__(
+        self,
+        room: Callable[[str, int], int | None],
+        limit: Callable[[str], int],
+        coming_s: Callable[[str], float | None] = lambda model: None,
+    ) -> None:
         self._room = room
         self._limit = limit
+        self._coming_s = coming_s
         self._models: dict[str, _Model] = {}
         self._timer: asyncio.TimerHandle | None = None
 
@@ -176,7 +187,10 @@ class Gate:
         )
 
     def _refusal(self, model: str, state: _Model, cause: str) -> YardError:
-        retry_s = min(LONGEST_RETRY_S, max(0.1, len(state.queue) * state.interval_s))
+        known = [(len(state.queue) + 1) * state.interval_s] if state.interval_s else []
+        if (coming_s := self._coming_s(model)) is not None:
+            known.append(coming_s)
+        retry_s = min(max(min(known, default=UNKNOWN_RETRY_S), SHORTEST_RETRY_S), LONGEST_RETRY_S)
         return YardError(
             ErrorCode.EXHAUSTED,
             f"model `{model}` is at its limit: {cause}; try again in {retry_s:.1f} s, or raise its replicas",

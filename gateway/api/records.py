@@ -58,6 +58,7 @@ class GroupRecord(msgspec.Struct, frozen=True):
     waiting: int = 0
     outstanding_tokens: int = 0
     ready_since_unix: float = 0.0
+    ready_in_s: float = -1.0  # of one that is loaded, checked or woken: until it serves, as its driver estimates; -1: not known
     # Of a group whose state is parked: parked, cold, or on its way: parking, waking. Else empty.
     residency: str = ""
     standby_bytes: int = 0  # of its weights, outside the pool's memory, over all its ranks

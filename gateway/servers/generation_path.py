@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from gateway.admission.caller import Caller
-from gateway.admission.gate import Gate
+from gateway.admission.gate import LONGEST_RETRY_S, Gate
 from gateway.admission.quotas import Quotas
 from gateway.api.errors import YardError, invalid, unavailable
 from gateway.link.link import Link
@@ -37,7 +37,7 @@ class GenerationPath:
         self.rng = rng
         self.choice = ReplicaChoice[Link](rng)
         self.quotas = quotas
-        self.gate = Gate(self._room, self._queue_limit)
+        self.gate = Gate(self._room, self._queue_limit, self._coming_s)
         self.shadows = ShadowTraffic(self)
         self.filters = FilterLibrary()
         links.on_load = self.gate.pump
@@ -104,8 +104,13 @@ class GenerationPath:
         return overcommit * entry.spec.limits.concurrency * groups - max(there, inside)
 
     def _queue_limit(self, model: str) -> int:
+        """So many for each replica that serves, or will before whoever waits would be better told to come again."""
         entry = self.view.models.get(model)
-        return 0 if entry is None else entry.spec.limits.queue * max(1, self.view.ready_groups(model))
+        soon = sum(wait_s <= LONGEST_RETRY_S for wait_s in self.view.coming_s(model))
+        return 0 if entry is None else entry.spec.limits.queue * max(1, self.view.ready_groups(model) + soon)
+
+    def _coming_s(self, model: str) -> float | None:
+        return min(self.view.coming_s(model), default=None)
 
     def why_unavailable(self, model: str) -> YardError:
         if (server := self.links.server(model)) is not None:

@@ -92,6 +92,10 @@ class SiteView:
     def ready_groups(self, model: str) -> int:
         return sum(group.state == "ready" for _, group in self.groups(model))
 
+    def coming_s(self, model: str) -> list[float]:
+        """Until each of its groups that are on their way serves, where that is known."""
+        return [group.ready_in_s for _, group in self.groups(model) if group.ready_in_s >= 0]
+
     def subscribe(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Calls `callback` in the loop after each applied change. Returns what ends the subscription."""
         self._subscribers.append(callback)

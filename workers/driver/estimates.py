@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from workers.driver.generations import comes
 from workers.driver.group import Group
 from workers.driver.pool_state import PoolState
 
@@ -26,6 +27,12 @@ def estimate_s(state: PoolState, now: float, group: Group) -> float:
             return wake_s(state, group) + _room_s(state, group)
         case _:
             return _load_s(state, now, group)
+
+
+def coming_in_s(state: PoolState, now: float, group: Group) -> float | None:
+    """The same of one that is on its way, else None: what waits for room, or for a request, may do so for ever."""
+    begun = group.state in ("loading", "checking", "waking") and comes(state, group) and (state.ranks_up or group.hosted)
+    return estimate_s(state, now, group) if begun else None
 
 
 def wake_s(state: PoolState, group: Group) -> float:

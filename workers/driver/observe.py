@@ -9,6 +9,7 @@ from typing import cast
 
 from gateway.api.records import FootprintRecord, GroupRecord, ModelState, ModelTotals, RankRecord, SwitchRecord
 from placement.footprint import common_type
+from workers.driver.estimates import coming_in_s
 from workers.driver.group import Group
 from workers.driver.pool_state import PoolState
 from workers.driver.residency import STANDING_BY
@@ -52,9 +53,9 @@ def rank_records(
     return tuple(records)
 
 
-def group_records(state: PoolState, unix_offset: float) -> tuple[GroupRecord, ...]:
+def group_records(state: PoolState, now: float, unix_offset: float) -> tuple[GroupRecord, ...]:
     """`unix_offset`: what to add to the driver's clock to get Unix time."""
-    return tuple(_group_record(group, unix_offset, closing=state.closing) for _, group in sorted(state.groups.items()))
+    return tuple(_group_record(state, now, group, unix_offset) for _, group in sorted(state.groups.items()))
 
 
 def footprint_records(state: PoolState, welcomes: dict[int, Welcome], versions: Mapping[str, str]) -> tuple[FootprintRecord, ...]:
@@ -131,12 +132,13 @@ def loads(state: PoolState) -> tuple[tuple[str, int, int, int], ...]:
     return tuple((model, *load) for model, load in sorted(sums.items()))  # type: ignore[misc]
 
 
-def _group_record(group: Group, unix_offset: float, *, closing: bool) -> GroupRecord:
+def _group_record(state: PoolState, now: float, group: Group, unix_offset: float) -> GroupRecord:
     held = next(iter(group.held.values()), None)
     placement = group.wanted.placement
     stands_by = group.state in STANDING_BY
     mapped, used, holes = _kv_use(group)
-    state = "parked" if stands_by else "draining" if closing and group.state == "ready" else group.state
+    coming_s = coming_in_s(state, now, group)
+    shown = "parked" if stands_by else "draining" if state.closing and group.state == "ready" else group.state
     return GroupRecord(
         model=group.model,
         generation=group.wanted.generation,
@@ -144,7 +146,7 @@ def _group_record(group: Group, unix_offset: float, *, closing: bool) -> GroupRe
         ranks=placement.ranks,
         tensor_parallel=placement.tensor_parallel,
         pipeline_parallel=placement.pipeline_parallel,
-        state=cast("ModelState", state),
+        state=cast("ModelState", shown),
         reason=group.reason,
         progress=round(group.progress, 3),
         engine=group.spec.engine,
@@ -155,6 +157,7 @@ def _group_record(group: Group, unix_offset: float, *, closing: bool) -> GroupRe
         waiting=group.waiting,
         outstanding_tokens=group.outstanding_tokens,
         ready_since_unix=group.ready_since + unix_offset if group.ready_since else 0.0,
+        ready_in_s=-1.0 if coming_s is None else round(coming_s, 1),
         residency=group.state if stands_by else "",
         standby_bytes=sum(held.standby_bytes for held in group.held.values()),
         kv_bytes=mapped,

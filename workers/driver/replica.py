@@ -125,7 +125,7 @@ class PoolDriverReplica:
             revision=state.revision,
             heartbeat_unix=time.time(),
             ranks=rank_records(state, self.loop.welcomes, self.loop.device_loads),
-            groups=group_records(state, self._unix_offset),
+            groups=group_records(state, self.loop.now(), self._unix_offset),
             version=self._runtime.version,
             last_step_unix=state.last_step_at + self._unix_offset if state.last_step_at else 0.0,
             switches=switch_records(state),

@@ -225,8 +225,11 @@ class Requests:
             return
         limits = group.spec.limits
         if group.waiting >= limits.queue and group.running + group.waiting >= limits.concurrency:
-            wait = group.outstanding_tokens / group.tokens_per_s if group.tokens_per_s else 1.0
-            wait = min(max(wait / max(limits.concurrency, 1), 0.5), MAX_RETRY_AFTER_S)
+            waits = [estimates.coming_in_s(self._state, now, other) for other in self._state.of_model(group.model)]
+            if group.tokens_per_s:
+                waits.append(group.outstanding_tokens / group.tokens_per_s / max(limits.concurrency, 1))
+            wait = min((wait for wait in waits if wait is not None), default=1.0)
+            wait = min(max(wait, 0.5), MAX_RETRY_AFTER_S)
             text = f"model `{group.model}`: {group.waiting} requests wait already, its limits.queue is {limits.queue}"
             self._refuse(request, ErrorCode.EXHAUSTED, text, wait)
             return

@@ -9,6 +9,7 @@ from pool_world import BLOCK_TOKENS, EOS, LOAD_MIB, MIB, World, expected_text, n
 
 from gateway.api.config import KvSpec, LimitsSpec
 from gateway.api.errors import ErrorCode
+from workers.driver.estimates import CHECK_ESTIMATE_S
 from workers.driver.sequence import Request
 from workers.messages import Sampling, StepDone
 
@@ -239,6 +240,30 @@ def test_a_full_queue_is_refused_with_a_time_to_try_again() -> None:
     assert all(world.error(key) == ErrorCode.EXHAUSTED and world.ends[key].retry_after_s > 0 for key in refused)
     world.run()
     assert [world.ends[key].finish_reason for key in keys[:3]] == ["length"] * 3
+
+
+def test_a_full_queue_beside_a_replica_that_loads_names_the_sooner_of_the_two() -> None:
+    world = World(ranks=2)
+    limits = LimitsSpec(concurrency=1, queue=1, batch_tokens=32)
+    world.assign(wanted("m", (0,), limits=limits))
+    world.run()
+    world.core.state.load_times_s["m"] = 7.0
+    world.assign(wanted("m", (0,), limits=limits), wanted("m", (1,), limits=limits))
+    while "loading" not in world.states("m"):
+        world.turn(loads=False)
+    for seed in range(2):
+        world.submit((1, seed), max_tokens=5)
+    [group] = [group for group in world.core.state.of_model("m") if group.state == "ready"]
+
+    def retry_after_s(drain_s: float) -> float:
+        group.tokens_per_s = group.outstanding_tokens / drain_s if drain_s else 0.0
+        refused = world.submit((1, 9), max_tokens=5)
+        assert world.error(refused) == ErrorCode.EXHAUSTED
+        return world.ends[refused].retry_after_s
+
+    assert 7.0 < retry_after_s(20.0) <= 7.0 + CHECK_ESTIMATE_S
+    assert retry_after_s(0.0) == retry_after_s(20.0), "how fast it is has not been seen"
+    assert retry_after_s(3.0) == pytest.approx(3.0)
 
 
 def test_a_failed_step_ends_its_own_requests_only() -> None:

@@ -45,7 +45,7 @@ class Site:
         return PoolRecord(
             "p", "p", "i", "n", 1, "cpu", 0, 0, 0.0,
             ranks=tuple(msgspec.structs.replace(rank, alive=True) for rank in rank_records(state, {})),
-            groups=group_records(state, 0.0),
+            groups=group_records(state, self.world.now, 0.0),
             engine_versions={"torch": "2"},
             footprints=footprint_records(state, {}, {"torch": "2"}),
         )  # fmt: skip

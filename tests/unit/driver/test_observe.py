@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from pool_world import MIB, World, wanted
+from pool_world import LOAD_MIB, MIB, World, wanted
 
 from gateway.api.buckets import SWITCH_BOUNDS_S
+from workers.driver.estimates import CHECK_ESTIMATE_S
 from workers.driver.observe import group_records, model_totals, rank_records, switch_records
 from workers.messages import DeviceLoad
 from workers.rank.device_load import HostLoad
@@ -54,7 +55,7 @@ def test_kv_in_use_and_what_lies_between() -> None:
     taken = group.batcher.blocks.allocate(4)
     assert taken is not None
     group.batcher.blocks.release(taken[:3])
-    [record] = group_records(world.core.state, 0.0)
+    [record] = group_records(world.core.state, world.now, 0.0)
     assert (record.kv_used_bytes, record.kv_hole_bytes) == (block, max(taken) * block)
     assert record.kv_bytes == group.kv_blocks * block
 
@@ -68,3 +69,30 @@ def test_devices_say_what_they_do() -> None:
     known, *others = rank_records(world.core.state, {}, {0: DeviceLoad(0.25, 5, 9, 3.0)})
     assert (known.utilization, known.used_bytes, known.total_bytes, known.link_bytes_per_s) == (0.25, 5, 9, 3.0)
     assert all(rank.utilization == -1 for rank in others)
+
+
+def test_a_group_on_its_way_says_how_long_it_will_take() -> None:
+    """Not one that waits for room or for a request, nor anything while ranks are down: nobody knows when these come."""
+    world = World(capacity_mib=LOAD_MIB)
+    world.core.state.load_times_s["m"] = 8.0
+
+    def ready_in_s() -> dict[str, float]:
+        return {record.model: record.ready_in_s for record in group_records(world.core.state, world.now, 0.0)}
+
+    world.assign(wanted("m"))
+    while world.states("m") != ["loading"]:
+        world.turn(loads=False)
+    assert ready_in_s() == {"m": 8.0 + CHECK_ESTIMATE_S}
+    world.now += 3.0
+    assert ready_in_s() == {"m": 5.0 + CHECK_ESTIMATE_S}
+    world.run()
+    assert ready_in_s() == {"m": -1.0}, "it serves"
+    world.core.on_set_residency(world.now, 0, "m", "parked")
+    world.run()
+    assert (world.states("m"), ready_in_s()) == (["parked"], {"m": -1.0}), "nobody has asked for it"
+    world.submit()
+    while world.states("m") != ["waking"]:
+        world.core.on_tick(world.now)
+    assert ready_in_s()["m"] >= 0
+    world.lose_ranks()
+    assert ready_in_s() == {"m": -1.0}

@@ -105,11 +105,11 @@ def test_a_pool_owns_more_than_its_memory_holds() -> None:
     world = both()
     assert world.core.state.ledger.of_owner(world.group("a").id) == {}
     assert world.core.state.ledger.used(0) == TAKES_MIB * MIB
-    assert [(record.model, record.state, record.residency) for record in group_records(world.core.state, 0)] == [
+    assert [(record.model, record.state, record.residency) for record in group_records(world.core.state, world.now, 0)] == [
         ("a", "parked", "parked"),
         ("b", "ready", ""),
     ]
-    assert group_records(world.core.state, 0)[0].standby_bytes == 9 * MIB
+    assert group_records(world.core.state, world.now, 0)[0].standby_bytes == 9 * MIB
     assert (count(world, LoadShard), count(world, WakeShard)) == (2, 0)
 
 
@@ -345,7 +345,7 @@ def test_a_model_of_lower_priority_stands_back_until_it_is_asked_for() -> None:
     world.run()
     assert (world.states("a"), world.states("b")) == (["ready"], ["cold"])
     assert "when it is asked for" in world.group("b").reason
-    assert [record.state for record in group_records(world.core.state, 0)] == ["ready", "parked"]
+    assert [record.state for record in group_records(world.core.state, world.now, 0)] == ["ready", "parked"]
     key = world.submit(model="b", max_tokens=2)
     world.run()
     assert world.texts[key] == expected_text((1, 2, 3), 2)

@@ -88,7 +88,9 @@ class ScriptedPool(PoolLinkServicer):
             await self._server.stop(None)
             self._server = None
 
-    def record(self, state: str = "ready", context: int = 256, extra: dict | None = None, **outstanding: int) -> PoolRecord:
+    def record(
+        self, state: str = "ready", context: int = 256, extra: dict | None = None, ready_in_s: float = -1.0, **outstanding: int
+    ) -> PoolRecord:
         groups = tuple(
             GroupRecord(
                 model=model,
@@ -100,6 +102,7 @@ class ScriptedPool(PoolLinkServicer):
                 state=state,
                 context=context,
                 outstanding_tokens=outstanding.get(model, 0),
+                ready_in_s=ready_in_s,
             )
             for index, model in enumerate(self.models)
         )

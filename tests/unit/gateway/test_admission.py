@@ -129,6 +129,34 @@ async def test_the_gate_lets_through_as_there_is_room_and_refuses_hopeless_waits
     (await patient).leave()
 
 
+@pytest.mark.parametrize(
+    ("interval_s", "coming_s", "retry_s"),
+    [
+        (0.0, None, 1.0),  # nothing is known
+        (0.0, 4.2, 4.2),
+        (2.0, None, 6.0),  # two wait, and it itself
+        (2.0, 4.2, 4.2),
+        (2.0, 10.0, 6.0),
+        (2.0, 0.0, 0.1),
+        (60.0, 90.0, 30.0),
+    ],
+)
+async def test_who_is_refused_hears_when_the_queue_is_empty_or_another_replica_serves(
+    interval_s: float, coming_s: float | None, retry_s: float
+) -> None:
+    gate = Gate(lambda model, inside: 1 - inside, lambda model: 2, lambda model: coming_s)
+    first = await gate.enter("m", Caller(), count=1, cost=1, deadline=None)
+    waiting = [asyncio.create_task(gate.enter("m", Caller(), count=1, cost=1, deadline=None)) for _ in range(2)]
+    await asyncio.sleep(0)
+    gate._models["m"].interval_s = interval_s
+    with pytest.raises(YardError, match=f"try again in {retry_s:.1f} s") as full:
+        await gate.enter("m", Caller(), count=1, cost=1, deadline=None)
+    assert full.value.retry_after_s == pytest.approx(retry_s)
+    first.leave()
+    for task in waiting:
+        (await task).leave()
+
+
 async def test_whoever_leaves_in_the_moment_it_is_let_through_gives_its_place_back() -> None:
     gate = Gate(lambda model, inside: 1 - inside, lambda model: 9)
     first = await gate.enter("m", Caller(), count=1, cost=1, deadline=None)
@@ -253,6 +281,33 @@ async def test_a_full_model_answers_with_a_time_to_try_again(lone: LoneGateway, 
     (await pool.next()).end("length", tokens=ids_of(byte_level, "yes"))
     for call in [*running, held]:
         assert (await call).choices[0].text == "yes"
+
+
+async def test_more_may_wait_while_another_replica_comes(lone: LoneGateway, pool: ScriptedPool) -> None:
+    """As many as wait for one that serves, unless it takes so long that whoever waits would better come again."""
+    lone.put_model("m", concurrency=1, queue=1)
+    other = ScriptedPool("b")
+    await other.start()
+    request = pb.GenerateRequest(model="m", prompt="x", max_tokens=1)
+    running = [asyncio.ensure_future(lone.inference.Generate(request, timeout=10)) for _ in range(2)]
+    sequences = [await pool.next() for _ in running]
+
+    async def refused() -> dict[str, str | bytes]:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await lone.inference.Generate(request, timeout=10)
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        return dict(caught.value.trailing_metadata() or ())
+
+    for ready_in_s, retry_ms in ((90.0, "30000"), (2.5, "2500")):
+        lone.observe(other, state="loading", ready_in_s=ready_in_s)
+        running.append(asyncio.ensure_future(lone.inference.Generate(request, timeout=10)))
+        await until(lambda: lone.path.gate.waiting == len(running) - 2)
+        assert (await refused())["retry-after-ms"] == retry_ms
+    for sequence in sequences:
+        sequence.end("length", tokens=[5])
+    for _ in range(2):
+        (await pool.next()).end("length", tokens=[5])
+    assert {answer.usage.completion_tokens for answer in await asyncio.gather(*running)} == {1}
 
 
 async def test_rule_10_a_client_that_leaves_the_queue_never_reaches_the_pool(lone: LoneGateway, pool: ScriptedPool) -> None:
