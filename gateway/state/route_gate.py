@@ -52,7 +52,7 @@ class Readiness:
             return "it is in no pool"
         return ", ".join(
             ("its server is " if pool == ELSEWHERE else "")
-            + group.state
+            + (group.residency or group.state)
             + ("" if pool == ELSEWHERE else f" in pool `{pool}`")
             + (f" ({group.reason})" if group.reason else "")
             for pool, group in groups

@@ -276,6 +276,8 @@ class Storm:
         with self._house.client() as client:
             client.set_residency(model, "parked")
             client.set_residency(model, "resident")
+        asked_unix = time.time()
+        self._until("the pool has said so", lambda status: status.pools[0].heartbeat_unix > asked_unix)
 
     def _poison(self) -> None:
         """Rule 8: a model whose canary gives another answer never serves."""

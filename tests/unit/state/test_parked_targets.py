@@ -40,7 +40,7 @@ def test_a_route_does_not_flip_to_a_parked_target() -> None:
     assert no.value.code is ErrorCode.CONFLICT
     waking = pool(a="ready", b="parked")
     groups = (waking.groups[0], msgspec.structs.replace(waking.groups[1], residency="waking"))
-    with pytest.raises(YardError, match="wait until it is ready") as soon:
+    with pytest.raises(YardError, match=r"`b`: waking in pool `p`.*wait until it is ready") as soon:
         flip(msgspec.structs.replace(waking, groups=groups))
     assert soon.value.code is ErrorCode.UNAVAILABLE
     flip(pool(a="ready", b="ready"))
