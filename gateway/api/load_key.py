@@ -12,6 +12,7 @@ _IN_PLACE = {
     "pools",
     "priority",
     "replicas",
+    "scaling",
     "residency",
     "keep_warm_s",
     "idle_park_s",

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from pool_world import HELD_MIB, LOAD_MIB, MIB, World, expected_text, spec, wanted
 
-from gateway.api.config import CanarySpec, KvSpec, LimitsSpec
+from gateway.api.config import CanarySpec, KvSpec, LimitsSpec, ScalingSpec
 from gateway.api.errors import ErrorCode, YardError
 from workers.driver.group import MAX_ATTEMPTS, load_key
 from workers.messages import GrowKv, LoadShard, Progress, Step, UnloadShard
@@ -231,7 +231,7 @@ def test_a_change_that_needs_no_load_happens_in_place() -> None:
 
 
 def test_what_decides_about_a_load() -> None:
-    assert load_key(spec()) == load_key(spec(priority=7, chat_template="x"))
+    assert load_key(spec()) == load_key(spec(priority=7, chat_template="x", scaling=ScalingSpec(max_replicas=4)))
     for change in ({"source": "file:/b"}, {"context": 64}, {"kv": KvSpec(floor=MIB)}, {"limits": LimitsSpec(concurrency=5)}):
         assert load_key(spec()) != load_key(spec(**change)), change
 
