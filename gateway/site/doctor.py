@@ -208,7 +208,7 @@ def _models(home: Home, site: SiteFiles) -> list[Finding]:
 
 
 def _weights(home: Home) -> list[Finding]:
-    """Reads every byte that was converted: about a second a GB."""
+    """Reads every byte that was converted: one to two seconds a GiB."""
     directory = home.cache_dir / "weights"
     files = sorted(directory.glob("*.safetensors"))
     again = "remove it: the next load converts it again"
