@@ -39,7 +39,7 @@ def refusal(
     for device in sorted(devices, key=lambda device: (device.pool, device.rank)):
         by_pool.setdefault(device.pool, []).append(device)
     if not by_pool:
-        return (Reason("no_device", "the site has no pool with a live device; apply a Pool, or wait for its ranks"),)
+        return (Reason("no_device", "no pool of the site has told of a device yet; apply a Pool, or wait for its ranks"),)
     pools = [
         _outside(request, name, members)
         or _slow(name, slow.get(name, ()))

@@ -37,6 +37,11 @@ class RankRecord(msgspec.Struct, frozen=True):
     total_bytes: int = 0
     link_bytes_per_s: float = 0.0  # from host memory into the device, as measured at the rank's start; 0: not known
 
+    @property
+    def word(self) -> str:
+        """What its process does: a rank that ran before is known by its node, and its pool starts it again."""
+        return "alive" if self.alive else "restarting" if self.node else "starting"
+
 
 class GroupRecord(msgspec.Struct, frozen=True):
     """One worker group of a model in a pool."""
@@ -223,6 +228,7 @@ class SiteStatus(msgspec.Struct, frozen=True):
     controller: ControllerRecord | None
     models: tuple[DesiredObject, ...]
     routes: tuple[RouteStatus, ...]
+    awaited: tuple[str, ...] = ()  # desired pools whose driver is not heard: it starts, or starts again
 
 
 class Keys:

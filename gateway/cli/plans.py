@@ -61,7 +61,7 @@ def show(answer: admin.PlanResponse) -> None:
     moved = sum(item.bytes for item in answer.placements)
     if moved:
         slowest = max(item.seconds for item in answer.placements)
-        typer.echo(f"\n{printing.size(moved)} to bring, about {slowest:.1f} s for the slowest")
+        typer.echo(f"\n{printing.size(moved)} to bring, about {slowest:.1f} s for the slowest once the ranks of its pool run")
 
 
 def _row(item: admin.Placement) -> tuple[object, ...]:

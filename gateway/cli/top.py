@@ -66,7 +66,8 @@ def view(status: SiteStatus, before: SiteStatus, elapsed_s: float) -> Renderable
         for rank in pool.ranks:
             free = rank.capacity_bytes - sum(size for *_, size in rank.ledger)
             busy = f"{rank.utilization:.0%}" if rank.utilization >= 0 else "-"
-            memory.add_row(pool.pool, str(rank.index), bar(rank), printing.size(max(free, 0)), busy if rank.alive else "LOST")
+            doing = busy if rank.alive else rank.word
+            memory.add_row(pool.pool, str(rank.index), bar(rank), printing.size(max(free, 0)), doing)
         for model in sorted({group.model for group in pool.groups}):
             mine = [group for group in pool.groups if group.model == model]
             mapped, used = sum(group.kv_bytes for group in mine), sum(group.kv_used_bytes for group in mine)

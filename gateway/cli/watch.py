@@ -38,6 +38,8 @@ def _print_status(status: SiteStatus) -> None:
 
     typer.echo(f"site {status.site} · revision {status.revision}{redis}\n")
     ranks = [row for pool in status.pools for row in _rank_rows(pool)]
+    silent = "no heartbeat of its driver, which is being started"
+    ranks += [(name, "-", "-", "-", "-", "-", "-", silent) for name in status.awaited]
     printing.table(("POOL", "RANK", "NODE", "PID", "DEVICE", "MEMORY USED", "CAPACITY", "STATE"), ranks, nothing="no pool")
     typer.echo()
     groups = [row for pool in status.pools for row in _group_rows(pool)]
@@ -50,7 +52,9 @@ def _print_status(status: SiteStatus) -> None:
     unplaced = status.controller.unplaced if status.controller else {}
     for model in status.models:
         if model.name not in placed:
-            groups.append((model.name, "-", "-", "-", "-", "unplaced", 0, 0, "; ".join(unplaced.get(model.name, ()))))
+            reasons = unplaced.get(model.name, ())
+            note = "; ".join(reasons) or "; ".join(f"pool {name} is starting" for name in status.awaited)
+            groups.append((model.name, "-", "-", "-", "-", "unplaced" if reasons else "waiting", 0, 0, note))
     printing.table(header, groups, nothing="no model")
     switches = [row for pool in status.pools for row in _switch_rows(pool)]
     if switches:
@@ -85,8 +89,8 @@ def _rank_rows(pool: PoolRecord) -> list[tuple[object, ...]]:
     rows: list[tuple[object, ...]] = []
     for rank in pool.ranks:
         used = printing.size(sum(count for _, _, count in rank.ledger))
-        state = "alive" if rank.alive else "lost"
-        rows.append((pool.pool, rank.index, rank.node, rank.pid, rank.device, used, printing.size(rank.capacity_bytes), state))
+        size, node, pid = printing.size(rank.capacity_bytes), rank.node or "-", rank.pid or "-"
+        rows.append((pool.pool, rank.index, node, pid, rank.device, used, size, rank.word))
     return rows
 
 

@@ -23,7 +23,7 @@ def pool_troubles(desired: Desired, observed: Observed) -> dict[str, str]:
         elif app.status == "DEPLOYING" and app.age_s < START_DEADLINE_S:
             troubles[name] = f"pool `{name}` is starting"
         elif sight is not None:
-            troubles[name] = f"pool `{name}`: no heartbeat for {sight.missing_s:.0f} s"
+            troubles[name] = f"pool `{name}`: no heartbeat for {sight.missing_s:.0f} s; its driver is being started again"
         else:
             needs = f"{entry.spec.devices} × {entry.spec.device}"
             why = app.message or f"no heartbeat since its application was deployed; see `ray status` for room for {needs}"
@@ -42,10 +42,14 @@ def unplaced_models(plan: Plan, desired: Desired, troubles: Mapping[str, str]) -
     """Model -> reasons: its own first, then of the pools it could use that are not up."""
     reasons: dict[str, tuple[str, ...]] = {}
     for name, asked in sorted(desired.models.items()):
-        found = [asked.problem] if asked.request is None else [reason.message for reason in plan.refusals.get(name, ())]
-        if found:
-            found += [text for pool, text in sorted(troubles.items()) if not asked.spec.pools or pool in asked.spec.pools]
-            reasons[name] = tuple(dict.fromkeys(found))
+        refused = plan.refusals.get(name, ())
+        found = [asked.problem] if asked.request is None else [reason.message for reason in refused]
+        if not found:
+            continue
+        pools = [text for pool, text in sorted(troubles.items()) if not asked.spec.pools or pool in asked.spec.pools]
+        if pools and refused and refused[0].code == "no_device" and not refused[0].pool:
+            found = []  # there are pools, and what is with them is the reason
+        reasons[name] = tuple(dict.fromkeys(found + pools))
     return reasons
 
 

@@ -14,7 +14,7 @@ from gateway.link.words import Words
 class Lost:
     """The link went down: nothing more will come of any sequence."""
 
-    reason: str
+    reason: str  # a whole sentence
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,7 @@ class LinkSet:
         self._changed: asyncio.Future[None] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._held_at: dict[str, float] = {}  # model -> when a pool last held it
+        self._held_by: dict[str, frozenset[str]] = {}  # model -> the pools that did
         self.on_load: Callable[[str], None] = lambda model: None  # a pool told its load of a model
         self.on_server: Callable[[], None] = lambda: None  # a server was looked at, or came or went
 
@@ -64,7 +65,12 @@ class LinkSet:
                 link.update(record)
         self._begin_watch()
         now = asyncio.get_running_loop().time()
-        self._held_at |= {model: now for link in self._links.values() for model in link.held_models}
+        holders: dict[str, set[str]] = {}
+        for pool, link in self._links.items():
+            for model in link.held_models:
+                holders.setdefault(model, set()).add(pool)
+        self._held_at |= dict.fromkeys(holders, now)
+        self._held_by |= {model: frozenset(pools) for model, pools in holders.items()}
         self._retired = [link for link in self._retired if not link.closed]
         self._announce()
 
@@ -128,6 +134,10 @@ class LinkSet:
         """Whether a pool held it so short a time ago that its driver may only be restarting."""
         return asyncio.get_running_loop().time() - self._held_at.get(model, float("-inf")) < within_s
 
+    def last_pools(self, model: str) -> frozenset[str]:
+        """The pools that held it when any was last heard to."""
+        return self._held_by.get(model, frozenset())
+
     @property
     def in_flight(self) -> int:
         pools, servers = [*self._links.values(), *self._retired], [*self._servers.values(), *self._retired_servers]
@@ -144,7 +154,7 @@ class LinkSet:
         links = [*self._links.values(), *self._retired, *self._servers.values(), *self._retired_servers]
         self._links, self._retired, self._held_at = {}, [], {}
         self._servers, self._retired_servers = {}, []
-        await asyncio.gather(*(link.close("the gateway stops") for link in links))
+        await asyncio.gather(*(link.close("the gateway stops; another one answers at its address, ask again") for link in links))
 
     def _retire(self, pool: str, reason: str) -> None:
         link = self._links.pop(pool)

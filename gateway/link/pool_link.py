@@ -142,7 +142,7 @@ class PoolLink:
         lost = {flight for flight, _ in self._flights.values()} - held
         self.cancel([sequence for sequence, (flight, _) in self._flights.items() if flight in lost])
         for flight in lost:
-            flight.push(-1, Lost(f"pool `{self.pool}`: {self.reason}"))
+            flight.push(-1, Lost(f"the replica was lost: pool `{self.pool}`: {self.reason}"))
 
     @property
     def is_silent(self) -> bool:
@@ -209,6 +209,7 @@ class PoolLink:
         """Ends the stream now; what is in flight is lost."""
         self.retired = True
         self.reason = reason
+        self._end_flights(reason)
         await cancelled([self._task, self._probe])
 
     @property
@@ -324,19 +325,23 @@ class PoolLink:
     def _lose(self, reason: str) -> None:
         was_up, self.up = self.up, False
         self.reason = reason
-        flights, self._flights = {flight for flight, _ in self._flights.values()}, {}
+        ended = self._end_flights(f"the replica was lost: {reason}")
         self.load.forget_sent()
         self._held.clear()
         self._stuck = False
         if self._probe is not None:
             self._probe.cancel()
             self._probe = None
-        for flight in flights:
-            flight.push(-1, Lost(reason))
         if was_up:
-            level = logging.INFO if self.retired and not flights else logging.WARNING
-            log.log(level, "link lost with %d requests in flight: %s", len(flights), reason)
+            level = logging.INFO if self.retired and not ended else logging.WARNING
+            log.log(level, "link lost with %d requests in flight: %s", ended, reason)
         self._on_change()
+
+    def _end_flights(self, why: str) -> int:
+        flights, self._flights = {flight for flight, _ in self._flights.values()}, {}
+        for flight in flights:
+            flight.push(-1, Lost(why))
+        return len(flights)
 
 
 def _describe(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import msgspec
 from gateway.api.config import ModelSpec, PoolSpec, RouteSpec
 from gateway.api.records import DesiredObject, RouteStatus
 from gateway.state.edits import parse_document
+from gateway.state.ranks_away import ranks_away
 from gateway.state.route_gate import Readiness
 from gateway.state.snapshot import ObjectKey, Observed, Snapshot
 
@@ -111,9 +112,10 @@ def _pool(stored: DesiredObject, observed: Observed) -> Description:
     assert isinstance(spec, PoolSpec)
     if record is None:
         message = observed.controller.message if observed.controller else "no controller is at work"
-        return {}, [f"no heartbeat of its driver: {message or 'see `ray status` and the Ray dashboard'}"]
-    reasons = [record.message] if record.message else []
-    reasons += [f"rank {rank.index} on node {rank.node} is dead" for rank in record.ranks if not rank.alive]
+        why = message or "it starts, or starts again; if that takes long, see `ray status` and the Ray dashboard"
+        return {}, [f"no heartbeat of its driver: {why}"]
+    away = ranks_away(record) or record.message
+    reasons = [away] if away else []
     reasons += [f"rank {rank.index} on node {rank.node} takes nothing: {rank.trouble}" for rank in record.ranks if rank.trouble]
     reasons += [f"rank {rank} is cordoned" for rank in sorted(spec.cordoned)]
     return _plain(record), reasons

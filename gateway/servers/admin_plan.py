@@ -141,6 +141,8 @@ def _placements(
             )
         if change.action == "load" and _is_measured(change.group, decision):
             reasons.append("its memory is counted as it was measured at an earlier load")
+        if change.path == "load" and (change.group.pool in closing or not _runs(pools.get(change.group.pool))):
+            reasons.append(f"its seconds begin when the ranks of pool `{change.group.pool}` run, which start first")
         if change.before is not None:
             reasons.insert(0, f"from rank {', '.join(map(str, change.before.ranks))} of pool `{change.before.pool}`")
         touched = {change.group.pool, change.before.pool if change.before else ""}
@@ -156,6 +158,10 @@ def _placements(
     ]
     rows += [Placement(model=model, action="none", reasons=reasons) for model, reasons in decision.unplaced.items()]
     return rows
+
+
+def _runs(pool: PoolRecord | None) -> bool:
+    return pool is not None and bool(pool.incarnation) and all(rank.alive for rank in pool.ranks)
 
 
 def _is_measured(group: PlacedGroup, decision: Decision) -> bool:

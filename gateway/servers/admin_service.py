@@ -165,6 +165,7 @@ class AdminService(AdminServicer):
             controller=observed.controller,
             models=tuple(stored for key, stored in sorted(snapshot.objects.items()) if key.kind == "Model"),
             routes=route_statuses(snapshot, observed),
+            awaited=tuple(sorted({key.name for key in snapshot.objects if key.kind == "Pool"} - observed.pools.keys())),
         )
         return pb.StatusResponse(status_json=msgspec.json.encode(status).decode())
 

@@ -272,7 +272,7 @@ class Generation:
                         break
                     self._end(index, event, news)
                 elif isinstance(event, Lost):
-                    await self._fail(unavailable(f"the replica was lost: {event.reason}", RETRY_AFTER_S))
+                    await self._fail(unavailable(event.reason, RETRY_AFTER_S))
                     break
                 else:
                     hold = event

@@ -13,6 +13,7 @@ from gateway.link.link_set import LinkSet
 from gateway.routing import route_table
 from gateway.routing.ask import Ask
 from gateway.routing.replica_choice import ReplicaChoice
+from gateway.servers.absence import why_absent
 from gateway.servers.shadow_traffic import ShadowTraffic
 from gateway.state.view import SiteView
 from gateway.text.library import RETRY_FAILED_S, TextLibrary
@@ -115,17 +116,4 @@ class GenerationPath:
     def why_unavailable(self, model: str) -> YardError:
         if (server := self.links.server(model)) is not None:
             return unavailable(f"model `{model}` cannot answer now: {server.reason}", RETRY_AFTER_S)
-        groups = self.view.groups(model)
-        if not groups:
-            return unavailable(
-                f"model `{model}` is in no pool now: it was not placed yet, or its pool's driver is down; "
-                f"`yard describe model {model}` says why",
-                RETRY_AFTER_S,
-            )
-        states = ", ".join(
-            f"{group.state} in pool `{pool}`"
-            + (f" ({group.progress:.0%})" if group.state == "loading" else "")
-            + (f": {group.reason}" if group.reason else "")
-            for pool, group in groups
-        )
-        return unavailable(f"model `{model}` cannot answer now: {states}", retry_after_s=RETRY_AFTER_S)
+        return unavailable(why_absent(self.view, model, self.links.last_pools(model)), RETRY_AFTER_S)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from gateway.api.records import SiteStatus
 from gateway.api.server_source import names_server
+from gateway.state.ranks_away import ranks_away
 from gateway.state.servers import server_groups
 
 
@@ -47,9 +48,8 @@ def summarize(status: SiteStatus, also: Sequence[str] = ()) -> Summary:
         elif sum(group.generation >= model.generation for group in ready) < wanted:
             problems.append(f"model {model.name} still serves an older generation than {model.generation}")
     problems += [f"route {route.name} cannot answer" for route in status.routes if not route.ready]
-    problems += [
-        f"rank {rank.index} of pool {pool.pool} is lost" for pool in status.pools for rank in pool.ranks if not rank.alive
-    ]
+    problems += [f"pool {name}: no heartbeat of its driver, which is being started" for name in status.awaited]
+    problems += [f"pool {pool.pool}: {away}" for pool in status.pools if (away := ranks_away(pool))]
     counts = (
         f"{len(status.models)} models, {len(status.routes)} routes, {len(status.pools)} pools, {len(status.gateways)} gateways"
     )

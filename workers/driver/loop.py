@@ -140,6 +140,11 @@ class PoolLoop:
     def welcomes(self) -> dict[int, Welcome]:
         return self._places.welcomes() if self._places is not None else self._ranks.welcomes
 
+    @property
+    def seen(self) -> dict[int, Welcome]:
+        """The same, with what ranks that are away said last."""
+        return self._places.welcomes() if self._places is not None else self._ranks.seen
+
     def now(self) -> float:
         return self._clock()
 

@@ -19,12 +19,16 @@ _UNKNOWN = DeviceLoad(-1.0, 0, 0)
 
 
 def rank_records(
-    state: PoolState, welcomes: dict[int, Welcome], device_loads: dict[int, DeviceLoad] | None = None
+    state: PoolState,
+    welcomes: Mapping[int, Welcome],
+    device_loads: Mapping[int, DeviceLoad] | None = None,
+    seen: Mapping[int, Welcome] | None = None,
 ) -> tuple[RankRecord, ...]:
+    """`seen`: what ranks that are away said of themselves last; their devices stay what they are."""
     records = []
     for rank, capacity in enumerate(state.capacities):
         load = (device_loads or {}).get(rank, _UNKNOWN)
-        welcome = welcomes.get(rank)
+        welcome = welcomes.get(rank) or (seen or {}).get(rank)
         lines: Counter[tuple[str, str]] = Counter()
         for owner, kind, size in state.ledger.lines(rank):
             group = state.groups.get(owner) if isinstance(owner, int) else None
@@ -34,11 +38,11 @@ def rank_records(
             RankRecord(
                 index=rank,
                 node=welcome.node if welcome else "",
-                pid=welcome.pid if welcome else 0,
+                pid=welcomes[rank].pid if rank in welcomes else 0,
                 device=state.device,
                 capacity_bytes=capacity,
                 ledger=tuple((model, kind, size) for (model, kind), size in sorted(lines.items())),
-                alive=state.ranks_up and welcome is not None,
+                alive=state.ranks_up and rank in welcomes,
                 unaccounted_bytes=state.unaccounted_bytes(rank),
                 utilization=round(load.utilization, 3),
                 used_bytes=load.used_bytes,

@@ -28,11 +28,17 @@ class RankFleet:
         self._secret = secret
         self._driver = driver
         self._links: dict[int, RankLink] = {}
+        self._seen: dict[int, Welcome] = {}
 
     @property
     def welcomes(self) -> dict[int, Welcome]:
         """By rank; empty while the ranks are away."""
         return {rank: link.welcome for rank, link in self._links.items()}
+
+    @property
+    def seen(self) -> dict[int, Welcome]:
+        """By rank, what each said of itself last; also while the ranks are away."""
+        return self._seen | self.welcomes
 
     def send(self, rank: int, command: Command) -> None:
         self._links[rank].send(command)
@@ -68,6 +74,7 @@ class RankFleet:
                 on_lost(reason)
 
         self._links = {link.rank: link for link in links}
+        self._seen |= self.welcomes
         for link in links:
             link.start(spawn, on_report, lost)
 

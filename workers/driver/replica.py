@@ -124,7 +124,7 @@ class PoolDriverReplica:
             fence=state.fence,
             revision=state.revision,
             heartbeat_unix=time.time(),
-            ranks=rank_records(state, self.loop.welcomes, self.loop.device_loads),
+            ranks=rank_records(state, self.loop.welcomes, self.loop.device_loads, self.loop.seen),
             groups=group_records(state, self.loop.now(), self._unix_offset),
             version=self._runtime.version,
             last_step_unix=state.last_step_at + self._unix_offset if state.last_step_at else 0.0,

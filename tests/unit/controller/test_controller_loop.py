@@ -239,7 +239,7 @@ async def test_a_pool_that_cannot_start_says_why(controllers: Controllers) -> No
     world.want("Model", "m", model_spec())
     await controllers.passes()
     assert world.record is not None
-    assert "pool `p` is starting" in world.record.unplaced["m"]
+    assert world.record.unplaced["m"] == ("pool `p` is starting",)
     world.now += 100
     await controllers.passes()
     assert "did not come up" in world.record.message

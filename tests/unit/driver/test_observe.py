@@ -7,7 +7,7 @@ from pool_world import LOAD_MIB, MIB, World, wanted
 from gateway.api.buckets import SWITCH_BOUNDS_S
 from workers.driver.estimates import CHECK_ESTIMATE_S
 from workers.driver.observe import group_records, model_totals, rank_records, switch_records
-from workers.messages import DeviceLoad
+from workers.messages import DeviceLoad, Welcome
 from workers.rank.device_load import HostLoad
 
 
@@ -96,3 +96,14 @@ def test_a_group_on_its_way_says_how_long_it_will_take() -> None:
     assert ready_in_s()["m"] >= 0
     world.lose_ranks()
     assert ready_in_s() == {"m": -1.0}
+
+
+def test_a_rank_that_is_away_stays_where_it_was_and_one_that_never_ran_is_starting() -> None:
+    world = ready()
+    seen = {0: Welcome(0, 7, "cpu", "here", ())}
+    [never] = rank_records(world.core.state, {})
+    assert (never.word, never.node) == ("starting", "")
+    [away] = rank_records(world.core.state, {}, None, seen)
+    assert (away.word, away.node, away.pid) == ("restarting", "here", 0)
+    [back] = rank_records(world.core.state, seen, None, seen)
+    assert (back.word, back.pid) == ("alive", 7)

@@ -80,6 +80,7 @@ async def test_a_plan_of_a_new_site_places_on_pools_that_do_not_run_yet(tmp_path
     after = changed(Snapshot(), pool("p"), model("m", source=checkpoint, tensor_parallel=2, pipeline_parallel=1))
     plan = await Planner(tmp_path).plan(Snapshot(), after, {}, None)
     assert rows(plan) == [("m", "p", [0, 1], "load")]
+    assert "its seconds begin when the ranks of pool `p` run, which start first" in plan[0].reasons
 
 
 async def test_a_plan_keeps_what_is_placed_and_says_what_comes_and_goes(tmp_path: Path, checkpoint: str) -> None:
