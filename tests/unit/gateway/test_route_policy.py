@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from scripted_pool import ScriptedPool
 from test_routing import view
 
+from gateway.admission.caller import Caller
 from gateway.api.config import RouteSpec
 from gateway.api.proto import inference_pb2 as pb
 from gateway.api.proto.pool_pb2 import ModelLoad
@@ -239,11 +240,27 @@ async def test_rule_9_before_the_first_token_a_fallback_answers(
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
 
 
+class CountedQuotas:
+    def __init__(self) -> None:
+        self.requests = self.tokens = 0
+
+    async def admit(self, caller: Caller, prompt_tokens: int) -> None:
+        self.requests += 1
+        self.tokens += prompt_tokens
+
+    def give_back(self, caller: Caller, prompt_tokens: int) -> None:
+        self.tokens -= prompt_tokens
+
+    def charge(self, caller: Caller, tokens: int) -> None:
+        self.tokens += tokens
+
+
 async def test_a_shadow_gets_a_copy_of_which_the_caller_sees_nothing(
     lone: LoneGateway, pool: ScriptedPool, two: ScriptedPool, byte_level: Path
 ) -> None:
     answering(pool, byte_level, "m")
     lone.put("Route", "chat", {"targets": [{"model": "m"}], "shadow": {"model": "n", "concurrency": 1}})
+    quotas = lone.path.quotas = CountedQuotas()  # type: ignore[assignment]
     assert (await lone.inference.Generate(prompt("hello", request_id="one"), timeout=5)).choices[0].text == "m"
     copy = await two.next()
     assert copy.submit.shadow
@@ -256,6 +273,8 @@ async def test_a_shadow_gets_a_copy_of_which_the_caller_sees_nothing(
     tasks = {task for running in lone.path.shadows._running.values() for task in running}
     await asyncio.wait(tasks, timeout=5)
     assert not any(lone.path.shadows._running.values())
+    assert quotas.requests == 2, "a copy takes of no quota"
+    assert quotas.tokens == 2 * len(ids_of(byte_level, "hello") + ids_of(byte_level, "m"))
 
 
 async def test_a_shadow_is_dropped_while_others_wait_for_its_model(
