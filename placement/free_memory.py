@@ -119,6 +119,11 @@ class FreeMemory:
         for rank, size in zip(ranks, sizes, strict=True):
             self._change((pool, rank), size, -1)
 
+    def withhold(self, pool: str, rank: int, size: int) -> None:
+        """So much of what is free of a device, or all."""
+        if amount := min(size, self._free.get((pool, rank), 0)):
+            self._change((pool, rank), -amount, 0)
+
     def _change(self, place: tuple[str, int], delta_bytes: int, groups: int) -> None:
         self._free[place] += delta_bytes
         count = self._groups[place] = self._groups.get(place, 0) + groups

@@ -51,6 +51,8 @@ class Packer:
     def plan(self, order: Order | None = None) -> Plan:
         """`order` is of models of equal priority; by default the most bytes first."""
         kept, unloads = self._keep()
+        for device in self._snapshot.devices:
+            self.free.withhold(device.pool, device.rank, device.unaccounted_bytes)
         loads: list[PlacedGroup] = []
         refusals: dict[str, tuple[Reason, ...]] = {}
         lacking = [model for model in self._models.values() if model.placed < model.request.replicas]

@@ -149,6 +149,7 @@ class Device:
     kind: str  # cpu, cuda
     capacity_bytes: int
     foreign_bytes: int = 0
+    unaccounted_bytes: int = 0  # used, and nobody knows for what: nothing new comes there, and nothing leaves for it
     healthy: bool = True
     trouble: str = ""  # why it is not healthy, where that is known
     cordoned: bool = False

@@ -16,6 +16,10 @@ ModelState = Literal["waiting", "loading", "checking", "ready", "draining", "par
 parked: a request brings it back."""
 
 
+DEVICE = "device"
+"""Who owns the ledger lines that are no group's."""
+
+
 class RankRecord(msgspec.Struct, frozen=True):
     """One rank of a pool and its ledger."""
 
@@ -41,6 +45,11 @@ class RankRecord(msgspec.Struct, frozen=True):
     def word(self) -> str:
         """What its process does: a rank that ran before is known by its node, and its pool starts it again."""
         return "alive" if self.alive else "restarting" if self.node else "starting"
+
+    @property
+    def taken(self) -> tuple[tuple[str, str, int], ...]:
+        """Lines of the ledger that no model could have, from the rank's start on: its own context, and what others hold."""
+        return tuple(line for line in self.ledger if line[1] == "foreign" or line[:2] == (DEVICE, "context"))
 
 
 class GroupRecord(msgspec.Struct, frozen=True):

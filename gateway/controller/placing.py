@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+from gateway.api.records import DEVICE
 from gateway.controller.model_requests import AskedModel
 from gateway.controller.situation import LOST_S, Desired, Observed, PoolSight
 from gateway.state.view import PoolEntry
@@ -38,7 +39,8 @@ def snapshot_of(
             node=rank.node,
             kind=sight.record.device,
             capacity_bytes=rank.capacity_bytes,
-            foreign_bytes=sum(size for _, kind, size in rank.ledger if kind == "foreign") + held_bytes[name, rank.index],
+            foreign_bytes=sum(size for *_, size in rank.taken) + held_bytes[name, rank.index],
+            unaccounted_bytes=sum(size for owner, kind, size in rank.ledger if (owner, kind) == (DEVICE, "workspace")),
             healthy=sight.missing_s < LOST_S and (rank.alive or sight.dead_s.get(rank.index, 0.0) < LOST_S) and not rank.trouble,
             trouble=rank.trouble,
             cordoned=name in pools and rank.index in pools[name].spec.cordoned,

@@ -53,9 +53,8 @@ def future_pool(name: str, spec: PoolSpec, running: PoolRecord | None = None) ->
 def _rank(pool: str, index: int, spec: PoolSpec, now: RankRecord | None) -> RankRecord | None:
     if now is None:
         return RankRecord(index, f"(a node for {pool})", 0, spec.device, spec.memory) if spec.memory is not None else None
-    foreign = tuple(line for line in now.ledger if line[1] == "foreign")
     capacity = now.capacity_bytes if spec.memory is None else spec.memory
-    return msgspec.structs.replace(now, capacity_bytes=capacity, ledger=foreign, alive=True)
+    return msgspec.structs.replace(now, capacity_bytes=capacity, ledger=now.taken, alive=True)
 
 
 def restarting(

@@ -9,14 +9,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from gateway.api.buckets import Buckets
+from gateway.api.records import DEVICE
 from workers.driver.effects import RequestKey
 from workers.driver.group import Group, Op, Wanted
 from workers.driver.sequence import Request, Sequence
 from workers.memory.ledger import Ledger
 from workers.messages import DeviceMemory
-
-DEVICE = "device"
-"""Owner of ledger lines that belong to no group."""
 
 
 @dataclass

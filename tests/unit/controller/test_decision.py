@@ -101,12 +101,22 @@ def test_more_memory_than_a_place_has_moves_the_model_and_less_does_not() -> Non
     assert places(decide(site, seen, before))[0][1] == "q"
 
 
-def test_foreign_memory_counts() -> None:
-    ledger = (("", "foreign", GIB),)
-    taken = msgspec.structs.replace(record(), ranks=(RankRecord(0, "n", 1, "cpu", 2 * GIB, ledger=ledger),))
+def with_ledger(*lines: tuple[str, str, int], groups: tuple[GroupRecord, ...] = ()) -> PoolRecord:
+    return msgspec.structs.replace(record("p", *groups), ranks=(RankRecord(0, "n", 1, "cpu", 2 * GIB, ledger=lines),))
+
+
+def test_foreign_memory_and_the_ranks_own_context_count() -> None:
+    taken = with_ledger(("device", "foreign", GIB // 2), ("device", "context", GIB // 2))
     decision = decide(desired("m"), observed(taken), Placed(()))
     assert not decision.groups
     assert "1.0 GiB" in " ".join(decision.unplaced["m"])
+
+
+def test_where_memory_went_that_nobody_knows_of_nothing_comes_and_nothing_leaves() -> None:
+    """The driver would refuse what came there; and the figure may have grown by what the model itself does."""
+    taken = with_ledger(("device", "workspace", GIB), groups=(group(),))
+    assert not decide(desired("m"), observed(with_ledger(("device", "workspace", GIB))), Placed(())).groups
+    assert places(decide(desired("m"), observed(taken), Placed(placed(("m", "p", 0))))) == [("m", "p", (0,))]
 
 
 def test_models_that_take_turns_are_all_assigned_and_stay_where_they_are() -> None:
