@@ -54,6 +54,8 @@ def view(status: SiteStatus, before: SiteStatus, elapsed_s: float) -> Renderable
     from rich.table import Table
     from rich.text import Text
 
+    from gateway.state.servers import server_groups
+
     redis = "" if status.redis == "ok" else "  REDIS AWAY"
     in_flight = sum(gateway.requests_in_flight for gateway in status.gateways)
     head = Text(f"{status.site}  revision {status.revision}  {len(status.gateways)} gateways  {in_flight} in flight{redis}")
@@ -83,6 +85,8 @@ def view(status: SiteStatus, before: SiteStatus, elapsed_s: float) -> Renderable
         for switch in pool.switches:
             share = f"{switch.link_share:.0%}" if switch.link_share else ""
             switches.add_row(pool.pool, switch.path, str(switch.count), f"{switch.last_s * 1000:.0f} ms", share)
+    for _, server in sorted(server_groups(status.gateways).items()):
+        models.add_row(server.model, "elsewhere", server.state, str(server.running), "-", "-", "-")
     return Group(head, Text(), memory, Text(), models, Text(), switches)
 
 

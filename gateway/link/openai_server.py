@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import email.utils
+import os
 import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any
@@ -249,4 +250,7 @@ def _retry_after_s(value: str | None) -> float:
 
 
 def _describe(error: BaseException) -> str:
+    if isinstance(error, aiohttp.ClientConnectorError) and not isinstance(error, aiohttp.ClientSSLError):
+        number = error.os_error.errno or 0
+        return os.strerror(number) if number > 0 else error.os_error.strerror or str(error.os_error)
     return str(error) or type(error).__name__

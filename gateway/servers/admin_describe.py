@@ -14,6 +14,7 @@ from gateway.state.ranks_away import ranks_away
 from gateway.state.route_gate import Readiness
 from gateway.state.snapshot import ObjectKey, Observed, Snapshot
 
+_OF_SERVERS = ("generation", "state", "reason", "context", "running", "ready_since_unix")
 Description = tuple[dict[str, Any], list[str]]
 
 
@@ -75,7 +76,7 @@ def _model(stored: DesiredObject, snapshot: Snapshot, observed: Observed) -> Des
 def _server(stored: DesiredObject, spec: ModelSpec, snapshot: Snapshot, observed: Observed) -> Description:
     """One that runs elsewhere: how each gateway finds it."""
     found = {
-        gateway.gateway: _plain(group)
+        gateway.gateway: {name: value for name, value in _plain(group).items() if name in _OF_SERVERS}
         for gateway in observed.gateways.values()
         for group in gateway.servers
         if group.model == stored.name

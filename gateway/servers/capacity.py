@@ -78,12 +78,16 @@ class Capacity:
                 "generation": route.generation,
                 "aliases": list(route.aliases),
                 "targets": [
-                    {"model": model, "weight": weight, "ready_groups": view.ready_groups(model)}
+                    {"model": model, "weight": weight, "ready_groups": self._ready_groups(model)}
                     for model, weight in route.targets
                 ],
             }
             for _, route in sorted(view.routes.items())
         ]
+
+    def _ready_groups(self, model: str) -> int:
+        server = self._path.links.server(model)
+        return server.ready_groups(model) if server is not None else self._path.view.ready_groups(model)
 
     def _waiting(self) -> list[dict[str, str]]:
         """What is not as it should be, and why."""
@@ -98,6 +102,11 @@ class Capacity:
             for pool in view.pools.values()
             for group in pool.groups
             if group.state not in ("ready", "parked") or group.residency in ("waking", "parking")
+        ]
+        found += [
+            {"what": f"model {record.model}", "where": "elsewhere", "state": record.state, "why": record.reason}
+            for record in self._path.links.servers()
+            if record.state != "ready"
         ]
         unplaced: Mapping[str, tuple[str, ...]] = view.controller.unplaced if view.controller else {}
         found += [

@@ -35,6 +35,7 @@ from gateway.servers.metrics import GatewayMetrics
 from gateway.servers.node_metrics import NodeMetrics
 from gateway.servers.openai_http import openai_app
 from gateway.servers.public_servers import ADMIN_NAME, INFERENCE_NAME, KSERVE_NAME, Limits, PublicServers
+from gateway.servers.server_metrics import ServerMetrics
 from gateway.servers.tls import ServerTls
 from gateway.state.connection import LOST
 from gateway.state.feed import SiteFeed
@@ -91,6 +92,7 @@ class Gateway:
         tracing.start("modelyard-gateway")
         self.view.subscribe(self._follow)
         self._links.on_server = self._health.refresh
+        self._metrics.registry.register(ServerMetrics(self._links))
         await self._node_metrics.start()
         logs.install(Path(self._runtime.run_dir), f"gateway-{self._node_metrics.place}")
         admin = AdminService(self._store, self.view, self._runtime)

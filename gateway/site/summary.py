@@ -37,7 +37,7 @@ def summarize(status: SiteStatus, also: Sequence[str] = ()) -> Summary:
             server = servers.get(model.name)
             if spec.get("replicas", 1) and (server is None or server.state != "ready"):
                 why = server.reason if server else "no gateway has looked at it yet"
-                problems.append(f"the server of model {model.name} does not answer: {why}")
+                problems.append(f"model {model.name} does not answer: {why}")
             continue
         wanted = spec.get("replicas", 1)
         if scaling := spec.get("scaling"):

@@ -126,5 +126,5 @@ def test_a_server_that_runs_elsewhere_counts_as_its_gateways_find_it() -> None:
 
     assert summarize(site("ready")).is_ready
     assert summarize(site("failed", "ready")).is_ready
-    assert summarize(site("failed")).problems == ("the server of model far does not answer: refused",)
-    assert summarize(site()).problems == ("the server of model far does not answer: no gateway has looked at it yet",)
+    assert summarize(site("failed")).problems == ("model far does not answer: refused",)
+    assert summarize(site()).problems == ("model far does not answer: no gateway has looked at it yet",)

@@ -25,6 +25,7 @@ from gateway.servers.kserve_service import KserveService
 from gateway.servers.metrics import GatewayMetrics
 from gateway.servers.openai_http import openai_app
 from gateway.servers.public_servers import INFERENCE_NAME, KSERVE_NAME, PublicServers
+from gateway.servers.server_metrics import ServerMetrics
 from gateway.state.snapshot import ObjectKey, Observed, Snapshot
 from gateway.state.view import SiteView
 from gateway.text.library import TextLibrary
@@ -46,6 +47,7 @@ class LoneGateway:
         self.metrics = GatewayMetrics(self.view)
         self.health = HealthService(self.path, (INFERENCE_NAME, KSERVE_NAME))
         self.links.on_server = self.health.refresh
+        self.metrics.registry.register(ServerMetrics(self.links))
         self.servers = PublicServers(run_dir=run_dir, host="127.0.0.1", grpc_port=0, http_port=0)
         self.repository = KserveRepository(self.view, None)
         self.pools: dict[str, ScriptedPool] = {}
