@@ -30,7 +30,7 @@ def read_site(files: Iterable[Path], cache_dir: Path, gpu: str) -> Snapshot:
         name, spec = document.manifest.name, document.manifest.spec
         if isinstance(spec, PoolSpec):
             devices += _devices(name, spec, gpu)
-        elif isinstance(spec, ModelSpec):
+        elif isinstance(spec, ModelSpec) and spec.is_managed:
             models.append(model_request(name, spec, open_checkpoint(spec.source, cache_dir)))
     if not devices or not models:
         raise invalid("the site has no pool or no model; `--site` takes a directory as `yard apply -f` does")

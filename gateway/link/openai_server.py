@@ -43,7 +43,8 @@ _REFUSALS = (400, 405, 409, 413, 414, 415, 422)  # of the request itself
 class OpenAiServer:
     """Token ids, where a tokenizer of it is here, go to its /completions; messages to /chat/completions, prompts to /completions.
 
-    The fields that it is sent are OpenAI's, and beyond them only what the client asked for.
+    The fields that it is sent are OpenAI's, and beyond them only what the client asked for. No redirect is followed, as it
+    would take the key elsewhere.
     """
 
     def __init__(self, model: str, spec: ModelSpec) -> None:
@@ -60,9 +61,9 @@ class OpenAiServer:
         try:
             async with (
                 asyncio.timeout(LOOK_TIMEOUT_S),
-                self._open().get(self._url("/models"), headers=self._headers()) as response,
+                self._open().get(self._url("/models"), headers=self._headers(), allow_redirects=False) as response,
             ):
-                body = await response.content.read(MOST_LIST_BYTES)
+                body = await _whole(response, MOST_LIST_BYTES)
                 if response.status != 200:
                     raise self._refusal(response.status, body, response.headers)
         except TimeoutError as error:
@@ -102,14 +103,15 @@ class OpenAiServer:
         if submit.request_id:
             headers["x-request-id"] = submit.request_id
         try:
-            response = await self._open().post(url, json=self._body(submit, words), headers=headers)
+            body = self._body(submit, words)
+            response = await self._open().post(url, json=body, headers=headers, allow_redirects=False)
         except aiohttp.ClientError as error:
             raise self._lost(error) from error
         except TimeoutError as error:
             raise Unreachable(f"{self._where} took no connection within {CONNECT_S:.0f} s") from error
         try:
             if response.status != 200:
-                body = await response.content.read(MOST_ERROR_BYTES)
+                body = await _whole(response, MOST_ERROR_BYTES)
                 raise self._refusal(response.status, body, response.headers)
             async for event in self._read(response, chat):
                 yield event
@@ -166,6 +168,8 @@ class OpenAiServer:
             body["messages"] = [dict(message) for message in words.messages]
         else:
             body["prompt"] = words.prompt or ""
+            if not words.add_special_tokens:
+                body["add_special_tokens"] = False
         if submit.max_tokens:
             body["max_tokens"] = submit.max_tokens
         if "seed" in words.sampling:
@@ -210,6 +214,16 @@ class OpenAiServer:
         if status in (500, 501):
             return YardError(ErrorCode.INTERNAL, said)
         return unavailable(said, retry_s)
+
+
+async def _whole(response: aiohttp.ClientResponse, most: int) -> bytes:
+    """Its body, or the beginning of one that is longer."""
+    body = b""
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > most:
+            break
+    return body[:most]
 
 
 def _count(usage: Mapping[str, Any], end: End) -> None:

@@ -15,4 +15,5 @@ class Words:
     messages: Sequence[Mapping[str, Any]] | None = None
     prompt: str | None = None
     stop: Sequence[str] = ()
+    add_special_tokens: bool = True  # to a prompt
     sampling: Mapping[str, float | int] = field(default_factory=dict)

@@ -30,7 +30,7 @@ def check_words(request: GenerationRequest, model: str, spec: ModelSpec) -> None
 
 def words_of(request: GenerationRequest) -> Words:
     sampling = {name: value for name in Sampling.__slots__ if (value := getattr(request.sampling, name)) is not None}
-    return Words(request.messages, request.prompt, tuple(request.stop), sampling)
+    return Words(request.messages, request.prompt, tuple(request.stop), request.add_special_tokens, sampling)
 
 
 def estimated_tokens(request: GenerationRequest) -> int:

@@ -272,11 +272,37 @@ async def test_health_and_models_show_it(site: LoneGateway, server: TrtllmServe)
         assert site.health.serves("far")
         assert 'modelyard_server_up{model="far"} 1.0' in (await http.get("/metrics")).text
         await server.stop()
+        await refused(site.inference.Generate(ask(), timeout=10))  # who meets it first takes it out
         await until(lambda: not site.health.serves("far"))
         assert 'modelyard_server_up{model="far"} 0.0' in (await http.get("/metrics")).text
         (waiting,) = (await http.get("/capacity.json")).json()["waiting"]
         assert (waiting["what"], waiting["where"]) == ("model far", "elsewhere")
         assert "localhost" in waiting["why"]
+
+
+async def test_a_gateway_can_be_the_server(lone: LoneGateway, pool: ScriptedPool, byte_level: Path) -> None:
+    """An OpenAI server that is no stand-in: this gateway's own HTTP."""
+    ids = ids_of(byte_level, " Paris. naïve 😀")
+    lone.put("Model", "far", {"source": f"openai+{lone.http}/v1#m"})
+    await until(lambda: lone.links.serving("far"))
+    call = lone.inference.GenerateStream(ask(max_tokens=64, stop=["ZZ"], sampling=pb.Sampling(top_k=5, seed=3)))
+    sequence = await pool.next()
+    assert (sequence.submit.max_tokens, sequence.submit.sampling.top_k, sequence.submit.sampling.seed) == (64, 5, 3)
+    for token in ids:
+        sequence.tokens([token])
+    sequence.end("stop", stop_token_id=2, completion_tokens=len(ids) + 1, cached_tokens=1)
+    chunks = [chunk async for chunk in call]
+    assert "".join(choice.text for chunk in chunks for choice in chunk.choices) == " Paris. naïve 😀"
+    usage = chunks[-1].usage
+    prompt = len(ids_of(byte_level, "The capital is"))
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (prompt, len(ids) + 1, 1)
+    call = lone.inference.GenerateStream(ask(max_tokens=64))
+    sequence = await pool.next()
+    sequence.tokens([ids[0]])
+    await call.read()
+    call.cancel()
+    async with asyncio.timeout(5):
+        await sequence.cancelled.wait()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])

@@ -7,7 +7,7 @@ import pytest
 from site_documents import model, route
 
 from gateway.api.errors import ErrorCode, YardError
-from gateway.api.records import DesiredObject, GroupRecord, PoolRecord
+from gateway.api.records import DesiredObject, GatewayRecord, GroupRecord, PoolRecord
 from gateway.servers.admin_describe import route_statuses
 from gateway.state.edits import switch_edit
 from gateway.state.route_gate import Readiness, gated
@@ -51,3 +51,18 @@ def test_a_route_to_a_parked_model_can_answer() -> None:
     for state, ready in (("parked", True), ("loading", False)):
         (status,) = route_statuses(site(), Observed({"p": pool(a=state)}, {}, None))
         assert status.ready is ready
+
+
+def test_a_server_that_runs_elsewhere_is_enough_when_a_gateway_reaches_it() -> None:
+    """Rule 8: how much it can do is not known here, so it counts as whatever is there now."""
+    groups = tuple(GroupRecord("a", 1, index, (index,), 1, 1, "ready") for index in range(2))
+    pools = [PoolRecord("p", "e", "i", "n", 1, "cpu", 1, 1, 0.0, groups=groups)]
+
+    def switch(state: str) -> None:
+        server = GroupRecord("b", 1, 0, (), 0, 0, state, "refused")  # type: ignore[arg-type]
+        gateways = [GatewayRecord("g", "n", 1, "", "", 1, 0.0, servers=(server,))]
+        gated(lambda snapshot: switch_edit(snapshot, "chat", "b"), Readiness(pools, gateways), explicit=True)(site())
+
+    switch("ready")
+    with pytest.raises(YardError, match=r"`b`: its server is failed \(refused\)"):
+        switch("failed")
