@@ -52,4 +52,5 @@ def runtime(environment: Mapping[str, str]) -> Runtime:
         grpc_port=int(environment.get("MODELYARD_GRPC_PORT", "50051")),
         http_port=int(environment.get("MODELYARD_HTTP_PORT", "8000")),
         tls=tls,
+        internal_tls=environment.get("MODELYARD_INTERNAL_TLS", "1") != "0",
     )

@@ -482,6 +482,11 @@ class SiteSpec(Strict):
         "goes on at the rate that it was last given.",
     )
     engines: dict[Literal["trtllm"], EngineSpec] = Field(default_factory=dict)
+    internal_tls: bool | None = Field(
+        default=None,
+        description="Mutual TLS among gateways, controller and pool drivers, with certificates that they make themselves. "
+        "Default: only where they do not listen on loopback.",
+    )
 
 
 SPECS: dict[str, type[Strict]] = {

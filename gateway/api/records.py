@@ -146,7 +146,7 @@ class PoolRecord(msgspec.Struct, frozen=True):
     """A pool driver's heartbeat. `incarnation` changes with every start of the driver."""
 
     pool: str
-    endpoint: str  # host:port of its PoolLink and PoolControl services
+    endpoint: str  # of its PoolLink and PoolControl services: host:port, with tls:// before it where they speak TLS
     incarnation: str
     node: str
     pid: int

@@ -34,6 +34,7 @@ class Runtime(msgspec.Struct, frozen=True):
     trtllm: str = ""  # EngineSpec as JSON
     quotas_without_redis: Literal["allow", "deny", "last"] = "last"
     tls: TlsFiles | None = None
+    internal_tls: bool = False  # among gateways, controller and pool drivers; see `site_tls`
     max_message_bytes: int = 32 * 2**20
     max_header_bytes: int = 64 * 2**10
     streams_per_client: int = 4096

@@ -12,7 +12,7 @@ import grpc
 import msgspec
 
 from gateway.api.config import PoolSpec
-from gateway.api.grpc_options import CLIENT_OPTIONS
+from gateway.api.pool_channel import pool_channel
 from gateway.api.proto.pool_pb2 import Assignment, AssignRequest
 from gateway.api.proto.pool_pb2_grpc import PoolControlStub
 from gateway.api.records import HEARTBEAT_TTL_S, ControllerRecord, FootprintRecord, NodeRecord
@@ -86,7 +86,7 @@ class SiteEffects:
 
     async def assign(self, endpoint: str, fence: int, revision: int, assignments: tuple[bytes, ...]) -> None:
         if endpoint not in self._channels:
-            self._channels[endpoint] = grpc.aio.insecure_channel(endpoint, options=CLIENT_OPTIONS)
+            self._channels[endpoint] = pool_channel(endpoint, self._runtime.secret)
         request = AssignRequest(fence=fence, revision=revision, assignments=[Assignment.FromString(item) for item in assignments])
         metadata = ((SECRET_METADATA_KEY, self._runtime.secret),)
         try:
@@ -94,7 +94,7 @@ class SiteEffects:
         except grpc.aio.AioRpcError as error:
             if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                 raise StaleFence(f"the driver at {endpoint} refuses fencing token {fence}: {error.details()}") from error
-            # A driver comes back at another port: keep no channel to one that may be gone.
+            # A driver comes back at another port or wants a newer certificate: keep no channel to one that may be gone.
             await self._channels.pop(endpoint).close()
             raise Unreachable(f"the driver at {endpoint} did not take its assignment: {error.details()}") from error
 

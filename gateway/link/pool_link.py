@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from gateway.api.errors import unavailable
-from gateway.api.grpc_options import CLIENT_OPTIONS
+from gateway.api.pool_channel import pool_channel
 from gateway.api.proto.pool_pb2 import DownFrame, Submit, UpFrame
 from gateway.api.proto.pool_pb2_grpc import PoolLinkStub
 from gateway.api.records import PoolRecord
@@ -239,7 +239,7 @@ class PoolLink:
     async def _connect_once(self) -> None:
         """Serves one stream until it ends."""
         metadata = ((SECRET_METADATA_KEY, self._secret),)
-        async with grpc.aio.insecure_channel(self.endpoint, options=CLIENT_OPTIONS) as channel:
+        async with pool_channel(self.endpoint, self._secret) as channel:
             call: LinkCall = PoolLinkStub(channel).Link(metadata=metadata)
             writer: asyncio.Task[None] | None = None
             try:

@@ -9,7 +9,7 @@ import grpc
 
 from gateway.api.config import ModelSpec
 from gateway.api.errors import ErrorCode, YardError, not_found
-from gateway.api.grpc_options import CLIENT_OPTIONS
+from gateway.api.pool_channel import pool_channel
 from gateway.api.proto.pool_pb2 import SetResidencyRequest
 from gateway.api.proto.pool_pb2_grpc import PoolControlStub
 from gateway.api.records import PoolRecord
@@ -44,7 +44,7 @@ async def set_residency(pools: Iterable[PoolRecord], secret: str, model: str, re
 
 
 async def _ask(pool: PoolRecord, secret: str, model: str, residency: str) -> str:
-    async with grpc.aio.insecure_channel(pool.endpoint, options=CLIENT_OPTIONS) as channel:
+    async with pool_channel(pool.endpoint, secret) as channel:
         request = SetResidencyRequest(model=model, residency=residency)
         try:
             answer = await PoolControlStub(channel).SetResidency(

@@ -37,6 +37,10 @@ class SiteFiles:
         return TlsFiles(*(str(self.directory / path) if path else "" for path in (tls.cert, tls.key, tls.client_ca)))
 
     @property
+    def has_internal_tls(self) -> bool:
+        return not self.is_loopback if self.spec.internal_tls is None else self.spec.internal_tls
+
+    @property
     def default_route(self) -> str | None:
         """The first route of the directory: where `yard up` sends its canary prompt."""
         return next((document.manifest.name for document in self.documents if document.manifest.kind == "Route"), None)

@@ -291,6 +291,7 @@ def runtime_of(home: Home, found: state.SiteState, site: SiteFiles) -> Runtime:
         trtllm=site.spec.engines.get("trtllm", EngineSpec()).model_dump_json(),
         quotas_without_redis=site.spec.quotas_without_redis,
         tls=site.tls_files,
+        internal_tls=site.has_internal_tls,
         max_message_bytes=site.spec.listen.max_message,
         max_header_bytes=site.spec.listen.max_headers,
         streams_per_client=site.spec.listen.streams_per_client,

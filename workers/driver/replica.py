@@ -67,7 +67,8 @@ class PoolDriverReplica:
             engine=self._engine,
         )
         port_file = self.rank_config(runtime, pool, self._spec).directory / "driver.port"
-        self._server = PoolServer(self.loop, self.record, runtime.secret, listen_address(runtime.bind_host), port_file)
+        host = listen_address(runtime.bind_host)
+        self._server = PoolServer(self.loop, self.record, runtime.secret, host, port_file, tls=runtime.internal_tls)
         self._unix_offset = time.time() - self.loop.now()
         self._started_unix = time.time()
         self._publishing: asyncio.Task[None] | None = None

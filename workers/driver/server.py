@@ -1,4 +1,5 @@
-"""The driver's gRPC server: PoolLink for gateways, PoolControl for the controller. Every call carries the site's secret."""
+"""The driver's gRPC server: PoolLink for gateways, PoolControl for the controller. Every call carries the site's secret; with
+TLS, nobody without a certificate of the site comes as far as that."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import psutil
 
 from gateway.api.errors import YardError
 from gateway.api.grpc_options import SERVER_OPTIONS
+from gateway.api.pool_channel import TLS_SCHEME
 from gateway.api.proto import pool_pb2, pool_pb2_grpc
 from gateway.api.records import PoolRecord
 from gateway.api.runtime import SECRET_METADATA_KEY
@@ -123,8 +125,11 @@ class PoolServer:
     and who listened there: an earlier driver that still finishes its requests is waited for, since a pool has one (rule 1).
     """
 
-    def __init__(self, loop: PoolLoop, record: Callable[[], PoolRecord], secret: str, host: str, port_file: Path) -> None:
+    def __init__(
+        self, loop: PoolLoop, record: Callable[[], PoolRecord], secret: str, host: str, port_file: Path, *, tls: bool = False
+    ) -> None:
         self._host = host
+        self._credentials = _credentials(secret) if tls else None
         self._port_file = port_file
         # Two drivers never share a port, as gRPC would let them.
         options = [*SERVER_OPTIONS, ("grpc.so_reuseport", 0)]
@@ -134,7 +139,7 @@ class PoolServer:
         self.endpoint = ""
 
     async def start(self) -> str:
-        """Its endpoint, host:port."""
+        """Its endpoint, see `PoolRecord`."""
         host = f"[{self._host}]" if ":" in self._host else self._host
         port, owner = self._earlier()
         end = time.monotonic() + HANDOVER_S
@@ -144,7 +149,7 @@ class PoolServer:
         await self._server.start()
         self._port_file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._port_file.write_text(f"{port} {os.getpid()}")
-        self.endpoint = f"{host}:{port}"
+        self.endpoint = f"{TLS_SCHEME if self._credentials else ''}{host}:{port}"
         return self.endpoint
 
     def _earlier(self) -> tuple[int, int]:
@@ -156,8 +161,19 @@ class PoolServer:
 
     def _bind(self, host: str, port: int) -> int:
         with contextlib.suppress(RuntimeError):
-            return self._server.add_insecure_port(f"{host}:{port}")
-        return self._server.add_insecure_port(f"{host}:0")
+            return self._listen(f"{host}:{port}")
+        return self._listen(f"{host}:0")
+
+    def _listen(self, address: str) -> int:
+        if self._credentials is None:
+            return self._server.add_insecure_port(address)
+        return self._server.add_secure_port(address, self._credentials)
 
     async def stop(self, grace_s: float) -> None:
         await self._server.stop(grace_s)
+
+
+def _credentials(secret: str) -> grpc.ServerCredentials:
+    from gateway.api.site_tls import site_tls  # imports cryptography, which sites on loopback do without
+
+    return site_tls(secret).server_credentials()

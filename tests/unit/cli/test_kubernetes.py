@@ -83,7 +83,7 @@ def test_a_pod_gets_its_runtime_from_the_environment() -> None:
     from gateway.cluster import runtime
 
     made = runtime({"MODELYARD_REDIS": "redis://r", "MODELYARD_SECRET": "s", "MODELYARD_GRPC_PORT": "7", "MODELYARD_SITE": "x"})
-    assert (made.site, made.grpc_port, made.bind_host) == ("x", 7, "node")
+    assert (made.site, made.grpc_port, made.bind_host, made.internal_tls) == ("x", 7, "node", True)
     with pytest.raises(YardError, match="MODELYARD_SECRET"):
         runtime({"MODELYARD_REDIS": "redis://r"})
 

@@ -9,6 +9,7 @@ import grpc
 import pytest
 
 from gateway.api.config import KvSpec, LimitsSpec, ModelSpec, PoolSpec
+from gateway.api.pool_channel import pool_channel
 from gateway.api.proto import pool_pb2, pool_pb2_grpc
 from gateway.api.runtime import SECRET_METADATA_KEY, Runtime
 from placement.types import ModelShape
@@ -51,7 +52,9 @@ class ScriptedReader:
 class Pool:
     """A driver with real rank processes, and a gateway's end of its link."""
 
-    def __init__(self, directory: Path, devices: int, *, grace_s: float = 30.0, redis_url: str = "", site: str = "test") -> None:
+    def __init__(
+        self, directory: Path, devices: int, *, grace_s: float = 30.0, redis_url: str = "", site: str = "test", tls: bool = False
+    ) -> None:
         self.spec = PoolSpec(device="cpu", devices=devices, memory=400 * MIB, rank_grace_s=max(grace_s, 1))
         self.runtime = Runtime(
             site=site,
@@ -60,6 +63,7 @@ class Pool:
             cache_dir=str(directory / "cache"),
             run_dir=str(directory),
             bind_host="127.0.0.1",
+            internal_tls=tls,
         )
         self.devices = devices
         self.driver = self.new_driver()
@@ -83,7 +87,7 @@ class Pool:
 
     async def start(self, *groups: pool_pb2.Assignment) -> None:
         await self.driver.start()
-        self._channel = grpc.aio.insecure_channel(self.driver.endpoint)
+        self._channel = pool_channel(self.driver.endpoint, SECRET)
         if groups:
             await self.assign(*groups)
             await self.until_ready()

@@ -13,6 +13,7 @@ import pytest
 from conftest import SECRET, PoolFactory, assignment, until
 from scripted_rank import CRASH, FAIL, SLOW
 
+from gateway.api.pool_channel import TLS_SCHEME
 from gateway.api.proto import pool_pb2, pool_pb2_grpc
 from gateway.api.runtime import SECRET_METADATA_KEY
 from workers.driver import rank_link
@@ -29,8 +30,10 @@ def doubling(prompt: list[int], count: int) -> list[int]:
     return text
 
 
-async def test_a_prompt_is_answered_over_the_link(make_pool: PoolFactory) -> None:
-    pool = await make_pool(assignment())
+@pytest.mark.parametrize("tls", [False, True])
+async def test_a_prompt_is_answered_over_the_link(make_pool: PoolFactory, tls: bool) -> None:
+    pool = await make_pool(assignment(), tls=tls)
+    assert pool.driver.record().endpoint.startswith(TLS_SCHEME) == tls
     link = await pool.link()
     number = await link.submit([5, 6], max_tokens=4)
     end = await link.end_of(number)

@@ -9,10 +9,12 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import grpc
 
 from gateway.api.grpc_options import SERVER_OPTIONS
+from gateway.api.pool_channel import TLS_SCHEME
 from gateway.api.proto.pool_pb2 import DownFrame, End, Hold, Logprob, ModelLoad, Submit, Tokens, UpFrame
 from gateway.api.proto.pool_pb2_grpc import PoolLinkServicer, add_PoolLinkServicer_to_server
 from gateway.api.records import GroupRecord, PoolRecord
 from gateway.api.runtime import SECRET_METADATA_KEY
+from gateway.api.site_tls import SiteTls
 
 SECRET = "a-secret"
 
@@ -61,8 +63,9 @@ class _Link:
 class ScriptedPool(PoolLinkServicer):
     """`script`, when set, is called with each sequence as it comes; else tests take them with `next`."""
 
-    def __init__(self, name: str = "a", models: Sequence[str] = ("m",)) -> None:
+    def __init__(self, name: str = "a", models: Sequence[str] = ("m",), tls: SiteTls | None = None) -> None:
         self.name = name
+        self.tls = tls
         self.models = tuple(models)
         self.port = 0
         self.incarnation = 0
@@ -79,7 +82,11 @@ class ScriptedPool(PoolLinkServicer):
         """Also after `stop`, on the same port, as another incarnation."""
         self._server = grpc.aio.server(options=[*SERVER_OPTIONS, ("grpc.so_reuseport", 0)])
         add_PoolLinkServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        address = f"127.0.0.1:{self.port}"
+        if self.tls is not None:
+            self.port = self._server.add_secure_port(address, self.tls.server_credentials())
+        else:
+            self.port = self._server.add_insecure_port(address)
         self.incarnation += 1
         await self._server.start()
 
@@ -108,7 +115,7 @@ class ScriptedPool(PoolLinkServicer):
         )
         return PoolRecord(
             pool=self.name,
-            endpoint=f"127.0.0.1:{self.port}",
+            endpoint=f"{TLS_SCHEME if self.tls else ''}127.0.0.1:{self.port}",
             incarnation=str(self.incarnation),
             node="here",
             pid=1,
