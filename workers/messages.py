@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import msgspec
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
@@ -28,6 +28,7 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     frequency_penalty: float = 0.0
     seed: int = 0
     logprobs: int = -1
+    json_schema: str = ""  # that the answer must follow; "" = none. Ranks get it by Constrain
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
@@ -38,6 +39,8 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
     generated: tuple[int, ...] = ()
     # The whole prompt, only where repetition_penalty needs it.
     prompt: tuple[int, ...] = ()
+    # Its answer follows the schema of the Constrain that came before.
+    constrained: bool = False
 
 
 class SequenceStep(msgspec.Struct, frozen=True, array_like=True):
@@ -135,11 +138,22 @@ class Ping(msgspec.Struct, frozen=True, tag="ping"):
     op: int
 
 
+class Constrain(msgspec.Struct, frozen=True, tag="constrain"):
+    """Compile what a sequence's answer must follow, beside the steps. Answered by Constrained; the sequence begins after it.
+
+    Sent to the ranks of the last stage. Without a schema: the sequence does not begin; not answered.
+    """
+
+    group_id: int
+    sequence: int
+    json_schema: str = ""
+
+
 class Exit(msgspec.Struct, frozen=True, tag="exit"):
     """Free everything and end the process."""
 
 
-Command = Hello | LoadShard | UnloadShard | GrowKv | ParkShard | WakeShard | Step | Inventory | Ping | Exit
+Command = Hello | LoadShard | UnloadShard | GrowKv | ParkShard | WakeShard | Constrain | Step | Inventory | Ping | Exit
 
 # ------------------------------------------------------------------ rank to driver
 
@@ -242,6 +256,17 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     alternative_logprobs: tuple[float, ...] = ()
     # Of an encoder: the text's vector, fp32, little endian.
     embedding: bytes = b""
+    # Not empty: this sequence cannot go on, and this token is not of its answer. Others are not concerned.
+    error: str = ""
+
+
+class Constrained(msgspec.Struct, frozen=True, tag="constrained"):
+    """A Constrain was carried out. `error` is empty on success."""
+
+    group_id: int
+    sequence: int
+    error: str = ""
+    grammar_bytes: int = 0  # host memory that the group's shard has for this now
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="step_done"):
@@ -264,7 +289,7 @@ class DeviceLoad(msgspec.Struct, frozen=True, tag="device_load"):
     link_bytes_per_s: float = 0.0  # host memory to device, measured when the rank started
 
 
-Report = Welcome | Progress | Done | StepDone | DeviceLoad
+Report = Welcome | Progress | Done | Constrained | StepDone | DeviceLoad
 
 _encoder = msgspec.msgpack.Encoder()
 _command_decoder = msgspec.msgpack.Decoder(Command)

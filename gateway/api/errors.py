@@ -19,6 +19,7 @@ class ErrorCode(StrEnum):
     DEADLINE = "deadline"
     CANCELLED = "cancelled"
     CONFLICT = "conflict"  # compare-and-set lost, or a stale fencing token
+    UNIMPLEMENTED = "unimplemented"  # well asked, and nothing that this model's engine can do
     INTERNAL = "internal"
 
 
@@ -32,6 +33,7 @@ GRPC_STATUS: dict[ErrorCode, grpc.StatusCode] = {
     ErrorCode.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
     ErrorCode.CANCELLED: grpc.StatusCode.CANCELLED,
     ErrorCode.CONFLICT: grpc.StatusCode.FAILED_PRECONDITION,
+    ErrorCode.UNIMPLEMENTED: grpc.StatusCode.UNIMPLEMENTED,
     ErrorCode.INTERNAL: grpc.StatusCode.INTERNAL,
 }
 
@@ -45,6 +47,7 @@ HTTP_STATUS: dict[ErrorCode, int] = {
     ErrorCode.DEADLINE: 504,
     ErrorCode.CANCELLED: 499,
     ErrorCode.CONFLICT: 409,
+    ErrorCode.UNIMPLEMENTED: 400,  # clients repeat what is answered 501
     ErrorCode.INTERNAL: 500,
 }
 

@@ -28,7 +28,7 @@ class RankRecord(msgspec.Struct, frozen=True):
     pid: int
     device: str
     capacity_bytes: int
-    # (model, kind, bytes); kind is weights, kv_floor, kv_used, workspace, communication, context or foreign
+    # (model, kind, bytes); kind is weights, kv_floor, kv_used, workspace, communication, grammar, context or foreign
     ledger: tuple[tuple[str, str, int], ...] = ()
     alive: bool = True
     type: str = ""  # as NVML names the card, e.g. NVIDIA H200

@@ -7,6 +7,7 @@ from gateway.api.errors import ErrorCode
 EXIT_CODES: dict[ErrorCode, int] = {
     ErrorCode.INTERNAL: 1,
     ErrorCode.INVALID: 2,  # also wrong options
+    ErrorCode.UNIMPLEMENTED: 2,
     ErrorCode.NOT_FOUND: 3,
     ErrorCode.UNAVAILABLE: 4,
     ErrorCode.CONFLICT: 5,

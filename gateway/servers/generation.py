@@ -20,7 +20,15 @@ from gateway.routing import route_table
 from gateway.routing.ask import Ask
 from gateway.servers.choice_stream import ChoiceDelta, ChoiceStream
 from gateway.servers.generation_path import RETRY_AFTER_S, GenerationPath
-from gateway.servers.request import GenerationRequest, answer_budget, check, check_ids, check_kind, resolved_sampling
+from gateway.servers.request import (
+    GenerationRequest,
+    answer_budget,
+    check,
+    check_constraint,
+    check_ids,
+    check_kind,
+    resolved_sampling,
+)
 from gateway.servers.request_record import RequestRecord
 from gateway.servers.server_words import check_words, estimated_tokens, words_of
 from gateway.servers.submits import prompt_tokens, submits
@@ -194,6 +202,7 @@ class Generation:
         """Makes the sequences for one model, ready to be sent."""
         self.resolved, request, spec = resolved, self.request, resolved.entry.spec
         self._words = None if spec.is_managed else words_of(request)
+        check_constraint(request, spec)
         if spec.answers_in_text:
             check_words(request, resolved.model, spec)
         if spec.reads_text:
@@ -202,6 +211,8 @@ class Generation:
         else:
             text = await self._path.text(resolved)
             check_kind(request, embeds=text.embeds)
+            if request.json_schema:
+                await text.schemas.check(request.json_schema, request.named("json_schema"))
             context = self._path.context(resolved, text)
             prompt_ids = await prompt_tokens(request, text, context)
             check_ids(request.stop_token_ids, text.vocabulary_size, "stop_token_ids")
@@ -268,7 +279,7 @@ class Generation:
                     self._take(index, event, news)
                 elif isinstance(event, End):
                     if (event.error_code or event.finish_reason == "error") and index not in self._unsettled:
-                        await self._fail(_end_error(event))
+                        await self._fail(_end_error(event, self.request))
                         break
                     self._end(index, event, news)
                 elif isinstance(event, Lost):
@@ -494,10 +505,12 @@ def _add(news: list[ChoiceDelta], delta: ChoiceDelta) -> None:
     news.append(delta)
 
 
-def _end_error(end: End) -> YardError:
+def _end_error(end: End, request: GenerationRequest) -> YardError:
     try:
         code = ErrorCode(end.error_code)
     except ValueError:
         code = ErrorCode.INTERNAL
     retry_after_s = end.retry_after_ms / 1000 if end.retry_after_ms else None
-    return YardError(code, end.error_message or "the engine failed without saying why", retry_after_s=retry_after_s)
+    field = request.named(end.error_field) if end.error_field else None
+    message = end.error_message or "the engine failed without saying why"
+    return YardError(code, f"{field}: {message}" if field else message, field=field, retry_after_s=retry_after_s)

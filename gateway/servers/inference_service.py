@@ -272,6 +272,7 @@ def _request(request: GenerateRequest | ChatRequest, context: Context) -> Genera
         n=request.n or 1,
         logprobs=request.logprobs if request.HasField("logprobs") else None,
         return_token_ids=request.return_token_ids,
+        json_schema=request.json_schema,
         deadline=deadline(context),
         traceparent=metadata.get("traceparent", ""),
         headers=metadata,

@@ -20,6 +20,7 @@ _ERRORS: dict[ErrorCode, tuple[str, str | None]] = {
     ErrorCode.DEADLINE: ("timeout_error", "deadline_exceeded"),
     ErrorCode.CANCELLED: ("cancelled_error", "client_closed_request"),
     ErrorCode.CONFLICT: ("conflict_error", "conflict"),
+    ErrorCode.UNIMPLEMENTED: ("invalid_request_error", "unsupported_value"),
     ErrorCode.INTERNAL: ("server_error", "internal_error"),
 }
 

@@ -11,6 +11,7 @@ import msgspec
 
 from gateway.api.errors import invalid
 from gateway.api.nesting import within
+from gateway.servers.openai_response_format import json_schema_of, schema_field
 from gateway.servers.request import MAX_MESSAGES, MAX_STOP_STRINGS, GenerationRequest, Sampling, too_many
 
 MAX_PROMPTS = 64
@@ -22,7 +23,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "tools": ([],),
     "functions": ([],),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"], []),
     "suffix": ("",),
     "use_beam_search": (False,),
@@ -74,7 +74,7 @@ def chat_request(body: dict[str, Any], request_id: str, deadline: float | None, 
     if top_logprobs is not None and not wants_logprobs:
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     generation.logprobs = (top_logprobs or 0) if wants_logprobs else None
-    generation.names = {"max_tokens": limit, "logprobs": "top_logprobs"}
+    generation.names |= {"max_tokens": limit, "logprobs": "top_logprobs"}
     return _api_request(fields, True, [generation], request_id)
 
 
@@ -88,7 +88,7 @@ def completion_request(body: dict[str, Any], request_id: str, deadline: float | 
             generation.prompt = prompt
         else:
             generation.prompt_ids = prompt
-        generation.names = {"prompt_ids": "prompt"}
+        generation.names |= {"prompt_ids": "prompt"}
         max_tokens = fields.integer("max_tokens")
         generation.max_tokens = COMPLETION_MAX_TOKENS if max_tokens is None else max_tokens
         generation.logprobs = fields.integer("logprobs")
@@ -127,9 +127,11 @@ def _common(fields: _Fields, request_id: str, deadline: float | None, traceparen
         stop=_stop(fields.body.get("stop")),
         stop_token_ids=_token_ids(fields.body.get("stop_token_ids") or [], "stop_token_ids"),
         ignore_eos=fields.boolean("ignore_eos"),
+        json_schema=json_schema_of(fields.body.get("response_format")),
         n=1 if n is None else n,
         deadline=deadline,
         traceparent=traceparent,
+        names={"json_schema": schema_field(fields.body.get("response_format"))},
     )
 
 

@@ -17,7 +17,7 @@ from gateway.api.buckets import Buckets, cumulative
 from gateway.api.records import ModelState, PoolRecord, RankRecord
 from gateway.state.view import SiteView
 
-MEMORY_KINDS = ("weights", "kv_floor", "kv_used", "workspace", "communication", "context", "foreign")
+MEMORY_KINDS = ("weights", "kv_floor", "kv_used", "workspace", "communication", "grammar", "context", "foreign")
 _STATES = get_args(ModelState)
 
 

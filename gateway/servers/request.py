@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gateway.api.errors import YardError, invalid
+from gateway.api.config import ModelSpec
+from gateway.api.errors import ErrorCode, YardError, invalid
 from gateway.api.proto.pool_pb2 import SamplingParams
 
 MAX_CHOICES = 16
@@ -18,6 +19,7 @@ MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_MESSAGES = 8192
 MAX_LOGPROBS = 20
+MAX_SCHEMA_CHARACTERS = 64 * 1024
 MAX_REQUEST_ID_CHARACTERS = 256
 UINT64 = 2**64
 
@@ -55,6 +57,7 @@ class GenerationRequest:
     n: int = 1
     logprobs: int | None = None
     return_token_ids: bool = False
+    json_schema: str = ""  # JSON; what the answer must follow
     deadline: float | None = None
     traceparent: str = ""
     headers: Mapping[str, str] = field(default_factory=dict)  # lower case: who asks, and what routes look at
@@ -162,6 +165,21 @@ def check_kind(request: GenerationRequest, *, embeds: bool) -> None:
         raise invalid(f"model `{request.model}` writes text and makes no embeddings; ask a model that does", "model")
 
 
+def check_constraint(request: GenerationRequest, spec: ModelSpec) -> None:
+    """What can be said of a JSON schema before it is compiled."""
+    name = request.named("json_schema")
+    if not request.json_schema:
+        return
+    if request.embed or not spec.is_managed or spec.engine != "torch":
+        what = "embeddings" if request.embed else f"engine `{spec.engine}`" if spec.is_managed else "servers that run elsewhere"
+        text = f"{name} is not supported by {what} (model `{request.model}`); leave it out, or ask a model of engine `torch`"
+        raise YardError(ErrorCode.UNIMPLEMENTED, text, field=name)
+    if request.ignore_eos:
+        raise invalid(f"ignore_eos and {name} exclude each other: the answer ends where its JSON ends", "ignore_eos")
+    if len(request.json_schema) > MAX_SCHEMA_CHARACTERS:
+        raise invalid(f"{name} has a schema of more than {MAX_SCHEMA_CHARACTERS} characters", name)
+
+
 def check_ids(ids: Sequence[int], vocabulary_size: int, name: str) -> None:
     if ids and not (min(ids) >= 0 and max(ids) < vocabulary_size):
         wrong = next(token for token in ids if not 0 <= token < vocabulary_size)
@@ -213,6 +231,7 @@ def resolved_sampling(request: GenerationRequest, defaults: dict[str, Any], rng:
 
     seed = request.sampling.seed
     return SamplingParams(
+        json_schema=request.json_schema,
         temperature=value("temperature", 1.0),
         top_p=value("top_p", 1.0),
         top_k=max(0, min(int(value("top_k", 0)), 2**31 - 1)),

@@ -15,6 +15,7 @@ from gateway.api.errors import invalid
 from gateway.text.chat_template import ChatTemplate
 from gateway.text.detokenizer import ByteDetokenizer, Detokenizer, RingDetokenizer
 from gateway.text.literal_specials import LiteralSpecials
+from gateway.text.schema_check import SchemaCheck
 from gateway.text.token_bytes import token_bytes
 
 # Tokenizing runs at some 2-5 MB/s; up to this many characters it costs the event loop less than a hop to a thread.
@@ -55,6 +56,7 @@ class ModelText:
         self.embeds = embeds
         self.eos_ids = frozenset(eos_ids)
         self.max_context = max_context
+        self.schemas = SchemaCheck(model, directory, eos_ids)
         self.defaults = defaults or {}
         path = directory / "tokenizer.json"
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import openai
 import pytest
 from house import House
@@ -80,3 +82,48 @@ def test_errors_are_openais(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         client.chat.completions.create(model="smollm2", messages=MESSAGES, temperature=-1)
     assert bad.value.param == "temperature"
+
+
+def test_an_answer_held_to_a_schema_is_json_of_it(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}, "large": {"type": "boolean"}},
+        "required": ["city", "large"],
+        "additionalProperties": False,
+    }
+    for model in ("smollm2", "smollm2-pp2"):
+        stream = client.chat.completions.create(
+            model=model,
+            messages=MESSAGES,
+            max_tokens=48,
+            temperature=1.0,
+            seed=4,
+            stream=True,
+            response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": schema, "strict": True}},
+        )
+        choices = [chunk.choices[0] for chunk in stream if chunk.choices]
+        answer = json.loads("".join(choice.delta.content or "" for choice in choices))
+        assert answer.keys() == {"city", "large"}
+        assert isinstance(answer["large"], bool)
+        assert choices[-1].finish_reason == "stop"
+    with pytest.raises(openai.BadRequestError, match="Invalid type: city") as bad:
+        client.chat.completions.create(
+            model="smollm2",
+            messages=MESSAGES,
+            response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": {"type": "city"}}},
+        )
+    assert bad.value.param == "response_format.json_schema.schema"
+
+
+def test_any_json_object(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(
+        model="smollm2",
+        messages=[{"role": "user", "content": "Paris as JSON, with one key, name."}],
+        max_tokens=64,
+        temperature=0,
+        response_format={"type": "json_object"},
+    )
+    choice = answer.choices[0]
+    text = choice.message.content or ""
+    assert text.startswith("{")
+    assert choice.finish_reason == "length" or isinstance(json.loads(text), dict)

@@ -8,12 +8,14 @@ Pure. The decision tree of `plan`, in this order, within `batch_tokens` tokens a
 2. Running sequences with more to compute (prefill) get chunks of what is left of the budget.
 3. Waiting sequences are admitted in order, as long as blocks for all their known tokens are there; blocks of a known prefix
    are taken from the cache. The first that does not fit stops the admission, so that a long prompt is not passed for ever.
+   Those that their ranks still compile something for (`unprepared`) are passed.
 
 A pipeline group has one step in flight a stage, of disjoint sequences; a step takes its share of them.
 
 Where steps may be planned ahead, a sequence in a step that is being computed can be in the next one too: the token which the
 first will sample is left to the rank, which knows it before we do. Sequences that end with such a token are computed once too
-often. Nobody who is being computed can be preempted, so a group that is short of blocks must not be planned ahead.
+often. Nobody who is being computed can be preempted, so a group that is short of blocks must not be planned ahead. Answers that
+follow a schema are never planned ahead: which tokens may follow is known when the last one is.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class Batcher:
         self.shares = TenantShares()
         self._came, self._ordered_at = False, 0.0
         self.waiting: list[Sequence] = []  # in order
+        self.unprepared: list[Sequence] = []  # those of them whose schemas the ranks are to be asked to compile
         self.running: list[Sequence] = []  # in order
         self.leaving: set[Sequence] = set()  # ended, and still in a step that is being computed
         self.released: list[int] = []  # sequences that the ranks must forget
@@ -73,6 +76,9 @@ class Batcher:
             sequence.cost = sequence.outstanding_tokens
             self.shares.enter(sequence)
         self._came = True
+        if sequence.constrained:
+            sequence.prepared = False
+            self.unprepared.append(sequence)
         insort(self.waiting, sequence, key=lambda waiting: waiting.rank_order)
 
     def remove(self, sequence: Sequence) -> None:
@@ -98,7 +104,7 @@ class Batcher:
     def plan(self) -> StepPlan | None:
         """The next step, or None when nothing can be computed now."""
         self.short_blocks = self.wanted_blocks = 0
-        idle = [sequence for sequence in self.running if not sequence.in_flight or (self.ahead and sequence.goes_on)]
+        idle = [sequence for sequence in self.running if not sequence.in_flight or (self.ahead and sequence.may_be_ahead)]
         share = -(-min(len(self.running) + len(self.waiting), self.concurrency) // self.stages)
         budget = self.batch_tokens
         chosen: dict[Sequence, int] = {}
@@ -118,8 +124,10 @@ class Batcher:
                 chosen[sequence] = count
                 budget -= count
         # 3. Admission
-        while self.waiting and budget and len(chosen) < share and len(self.running) < self.concurrency:
-            sequence = self.waiting[0]
+        while budget and len(chosen) < share and len(self.running) < self.concurrency:
+            sequence = next((waiting for waiting in self.waiting if waiting.prepared), None)
+            if sequence is None:
+                break
             if not self._admit(sequence):
                 self.wanted_blocks = self._lacking(budget)
                 break

@@ -11,6 +11,7 @@ from types import MappingProxyType
 
 from gateway.api.config import ModelSpec
 from gateway.api.errors import ErrorCode, YardError
+from workers.driver.constraining import Constraining
 from workers.driver.effects import Effects, Ended, ModelFacts, RequestKey
 from workers.driver.elastic import ElasticKv
 from workers.driver.generations import kept
@@ -25,7 +26,7 @@ from workers.driver.sizing import Placement
 from workers.driver.stepping import Stepper
 from workers.driver.streaming import Streams
 from workers.engines.trtllm.messages import Output
-from workers.messages import DeviceMemory, Done, HeldShard, Progress, StepDone, UnloadShard
+from workers.messages import Constrained, DeviceMemory, Done, HeldShard, Progress, StepDone, UnloadShard
 
 STALLED_S = 120.0
 """Requests in flight and no step for so long: something hangs in a device or a peer, and the ranks are restarted (rule 11)."""
@@ -46,6 +47,7 @@ class PoolCore:
         self._stepper = Stepper(self.state, effects, self._requests)
         self._streams = Streams(self.state, effects, self._requests)
         self._overdue = Overdue(self.state)
+        self._constraining = Constraining(self.state, effects, self._requests)
 
     # ------------------------------------------------------------------ from gateways
 
@@ -176,6 +178,11 @@ class PoolCore:
         self._stepper.on_done(now, done)
         self._settle(now)
 
+    def on_constrained(self, now: float, rank: int, report: Constrained) -> None:
+        self._now = now
+        self._constraining.on_constrained(now, rank, report)
+        self._settle(now)
+
     # ------------------------------------------------------------------ from engines with processes of their own
 
     def on_engine_tokens(self, now: float, group_id: int, outputs: Items[Output]) -> None:
@@ -254,6 +261,7 @@ class PoolCore:
         """Called several times a second: deadlines, retries, idle memory, stalled steps."""
         self._now = now
         self._requests.expire(now)
+        self._constraining.expire(now)
         if self._stepper.stalled_s(now) > STALLED_S:
             self.on_ranks_lost(now, f"requests in flight and no step for {STALLED_S:.0f} s")
             return
@@ -277,6 +285,7 @@ class PoolCore:
         self._now = now
         self._lifecycle.reconcile(now)
         self._kv.give_back()
+        self._constraining.pump(now)
         self._stepper.pump(now)
         self._streams.pump(now)
         self._kv.grow(now)

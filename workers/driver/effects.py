@@ -44,6 +44,7 @@ class Ended:
     prompt_tokens: int = 0
     completion_tokens: int = 0  # with the stop token, which is not among the emitted ones
     cached_tokens: int = 0
+    error_field: str = ""  # of the Submit, that is wrong
 
 
 class Effects(Protocol):

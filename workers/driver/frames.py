@@ -51,6 +51,7 @@ class Outbox:
             prompt_tokens=ended.prompt_tokens,
             completion_tokens=ended.completion_tokens,
             cached_tokens=ended.cached_tokens,
+            error_field=ended.error_field,
         )
         self._dirty = True
 

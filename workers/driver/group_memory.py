@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from workers.driver.batching import Batcher
 from workers.driver.group import Group
 from workers.driver.stream_batcher import StreamBatcher
@@ -43,6 +45,16 @@ def reserve_wake(ledger: Ledger, group: Group) -> None:
     except LedgerFull:
         enter_parked(ledger, group)
         raise
+
+
+def enter_grammar(ledger: Ledger, group: Group, rank: int, size_bytes: int) -> None:
+    """What a rank took for schemas of answers, once somebody asked for one."""
+    held = group.held.get(rank)
+    if held is None or held.bytes.get("grammar", 0) == size_bytes:
+        return
+    group.held[rank] = msgspec.structs.replace(held, bytes={**held.bytes, "grammar": size_bytes})
+    lines = {kind: size for owner, kind, size in ledger.lines(rank) if owner == group.id}
+    ledger.record(group.id, rank, {**lines, "grammar": size_bytes})
 
 
 def open_batcher(group: Group, device: str) -> None:

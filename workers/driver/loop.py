@@ -33,7 +33,7 @@ from workers.driver.rank_link import RankLink
 from workers.driver.request_traces import RequestTraces
 from workers.driver.sequence import Request
 from workers.engines.trtllm.messages import Cancel, Generate
-from workers.messages import Command, DeviceLoad, Done, HeldShard, Progress, Report, SampledToken, StepDone, Welcome
+from workers.messages import Command, Constrained, DeviceLoad, Done, HeldShard, Progress, Report, SampledToken, StepDone, Welcome
 
 log = logging.getLogger(__name__)
 _T = TypeVar("_T")
@@ -306,6 +306,8 @@ class PoolLoop:
                 self._tell(self.core.on_op_done, rank, report)
             case Progress():
                 self._tell(self.core.on_progress, rank, report)
+            case Constrained():
+                self._tell(self.core.on_constrained, rank, report)
             case DeviceLoad():
                 self.device_loads[rank] = report
                 known = [load.link_bytes_per_s for load in self.device_loads.values() if load.link_bytes_per_s]

@@ -123,9 +123,12 @@ class Requests:
             self.submit(now, held.request)
 
     def token(self, now: float, group: Group, sequence: Sequence, token: SampledToken) -> None:
-        """A sampled token, already appended: emit it, or end with it."""
+        """A sampled token, already appended: emit it, or end with it or with what was wrong."""
         del now
         key = sequence.request.key
+        if token.error:
+            self.finish(key, "error", ErrorCode.INVALID, f"model `{group.model}`: {token.error}", field="json_schema")
+            return
         if token.token in sequence.stop_ids:
             self.finish(key, "stop", stop_token_id=token.token)
             return
@@ -143,6 +146,7 @@ class Requests:
         *,
         stop_token_id: int = -1,
         retry_after_s: float = 0.0,
+        field: str = "",
     ) -> None:
         group, sequence = self._state.sequences.pop(key)
         assert group.batcher is not None
@@ -156,6 +160,7 @@ class Requests:
             prompt_tokens=sequence.prompt_tokens,
             completion_tokens=sequence.generated,
             cached_tokens=sequence.cached_tokens,
+            error_field=field,
         )
         if _counts(sequence.request):
             group.used_at = max(group.used_at, group.progress_at)
@@ -286,6 +291,8 @@ def _problem(request: Request, group: Group) -> str:
     vocabulary = group.facts.shape.vocabulary
     if not request.prompt:
         return "the prompt has no tokens"
+    if request.sampling.json_schema and group.hosted:
+        return "its engine cannot hold answers to a JSON schema"
     if min(request.prompt) < 0 or max(request.prompt) >= vocabulary:
         return f"prompt token {max(request.prompt)} is outside its vocabulary of {vocabulary}"
     if len(request.prompt) >= longest(group):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from workers.driver.effects import RequestKey
 from workers.messages import NewSequence, Sampling
 
@@ -56,6 +58,7 @@ class Sequence:
     since: float = 0.0  # when it came to its group
     tag: float | None = None  # see `tenant_shares`
     cost: int = 0  # tokens to compute when it came
+    prepared: bool = True  # its ranks have all that they must compile before its first step
 
     @property
     def prompt_tokens(self) -> int:
@@ -70,9 +73,9 @@ class Sequence:
         return len(self.tokens) + self.coming - self.computed - self.in_flight
 
     @property
-    def goes_on(self) -> bool:
-        """What is being computed is not its last token, as far as one can know."""
-        return len(self.tokens) + self.coming < self.max_length
+    def may_be_ahead(self) -> bool:
+        """What is being computed is not its last token, as far as one can know, and does not decide which may be next."""
+        return len(self.tokens) + self.coming < self.max_length and not (self.coming and self.constrained)
 
     @property
     def outstanding_tokens(self) -> int:
@@ -84,11 +87,17 @@ class Sequence:
         """Who goes first: higher priority, then earlier arrival."""
         return (-self.request.priority, self.arrival)
 
+    @property
+    def constrained(self) -> bool:
+        """Its answer must follow a schema, so the next token cannot be chosen before the last one is known."""
+        return bool(self.request.sampling.json_schema)
+
     def introduction(self) -> NewSequence:
         """What the ranks must know before its first step (again after a preemption)."""
         sampling = self.request.sampling
         return NewSequence(
-            sampling=sampling,
+            sampling=msgspec.structs.replace(sampling, json_schema="") if self.constrained else sampling,
+            constrained=self.constrained,
             generated=tuple(self.tokens[self.prompt_tokens :]),
             prompt=self.request.prompt if sampling.repetition_penalty != 1.0 else (),
         )

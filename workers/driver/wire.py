@@ -32,6 +32,7 @@ def request_of(link: int, submit: pool_pb2.Submit, now: float) -> Request:
             frequency_penalty=sampling.frequency_penalty,
             seed=sampling.seed,
             logprobs=sampling.logprobs,
+            json_schema=sampling.json_schema,
         ),
         stop_token_ids=frozenset(submit.stop_token_ids),
         ignore_eos=submit.ignore_eos,

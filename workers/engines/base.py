@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
 from workers.comm.base import GroupComm
@@ -86,6 +87,20 @@ class ParkableShard(Shard, Protocol):
 
     def wake(self, blocks: int) -> Waking:
         """Take memory, with KV blocks 0..blocks-1, and begin the copy back. MemoryError changes nothing."""
+        ...
+
+
+@runtime_checkable
+class ConstrainedShard(Shard, Protocol):
+    """A shard that samples, and can hold answers to a schema."""
+
+    def constrain(self, sequence: int, json_schema: str) -> Callable[[], int]:
+        """What compiles it, beside steps and on one other thread; the sequence may begin when it has ended. It gives the host
+        memory that the shard has for schemas now, in bytes of the pool's ledger. ValueError: the schema cannot be used."""
+        ...
+
+    def forget_constraint(self, sequence: int | None) -> None:
+        """A sequence does not begin; None: none does of those that were asked for."""
         ...
 
 

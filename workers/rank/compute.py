@@ -18,9 +18,20 @@ from typing import Protocol
 
 from gateway.api.config import ModelSpec
 from workers.comm.base import GroupComm
-from workers.engines.base import DamagedModelError, Engine, EnqueuingShard, ParkableShard, PendingStep, Shard, Waking
+from workers.engines.base import (
+    ConstrainedShard,
+    DamagedModelError,
+    Engine,
+    EnqueuingShard,
+    ParkableShard,
+    PendingStep,
+    Shard,
+    Waking,
+)
 from workers.memory.arena import Arena
 from workers.messages import (
+    Constrain,
+    Constrained,
     Done,
     GrowKv,
     HeldShard,
@@ -48,7 +59,7 @@ class GroupCommFactory(Protocol):
 EngineFactory = Callable[[str], Engine]
 """Engine of a name of ModelSpec.engine."""
 
-Work = LoadShard | UnloadShard | GrowKv | ParkShard | WakeShard | Step | Inventory | Ping
+Work = LoadShard | UnloadShard | GrowKv | ParkShard | WakeShard | Constrain | Step | Inventory | Ping
 
 WAKE_TIMEOUT_S = 300.0
 HELPERS = 4
@@ -90,12 +101,14 @@ class ComputeThread:
         self._deferred: dict[int, list[Work]] = {}  # what a new driver wants of those meanwhile
         self._away: set[int] = set()  # groups that cannot compute: parked, or not back yet
         self._beside: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._schemas: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._compiler = threading.Thread(target=self._compile, name="schemas", daemon=True)
         self._helpers = [threading.Thread(target=self._help, name=f"helper-{index}", daemon=True) for index in range(HELPERS)]
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
         self._results = threading.Thread(target=self._report_results, name="results", daemon=True)
 
     def start(self) -> None:
-        for thread in (self._thread, self._results, *self._helpers):
+        for thread in (self._thread, self._results, self._compiler, *self._helpers):
             thread.start()
 
     def submit(self, command: Work) -> None:
@@ -104,11 +117,19 @@ class ComputeThread:
     def abandon_loads(self) -> None:
         """The driver that asked for what is under way is gone. Shards that load are closed as soon as they are there; one that is
         being parked stays, one that is being woken parks again: so it is as the next driver was told."""
-        self._queue.put(lambda: self._abandoned.update(self._loading, self._moving))
+
+        def abandon() -> None:
+            self._abandoned.update(self._loading, self._moving)
+            for shard in self._shards.values():
+                if isinstance(shard, ConstrainedShard):
+                    shard.forget_constraint(None)
+
+        self._queue.put(abandon)
 
     def stop(self, timeout_s: float) -> bool:
         """Free every shard after the commands before it; False when that did not end in time."""
         self._queue.put(None)
+        self._schemas.put(None)
         for _ in self._helpers:
             self._beside.put(None)
         self._thread.join(timeout_s)
@@ -116,6 +137,11 @@ class ComputeThread:
 
     def _help(self) -> None:
         while (work := self._beside.get()) is not None:
+            work()
+
+    def _compile(self) -> None:
+        """Schemas have a thread of their own: one that takes long must not keep a load or a park waiting."""
+        while (work := self._schemas.get()) is not None:
             work()
 
     def _run(self) -> None:
@@ -154,6 +180,8 @@ class ComputeThread:
                 self._begin_wake(command)
             case UnloadShard():
                 self._unload(command)
+            case Constrain():
+                self._constrain(command)
             case Inventory():
                 self._report(Done(op=command.op, inventory=tuple(shard.held() for shard in self._shards.values())))
             case Ping():
@@ -187,6 +215,31 @@ class ComputeThread:
             self._pending.put(pending)
         if done is not None:
             self._report(done)
+
+    def _constrain(self, command: Constrain) -> None:
+        shard = self._shards.get(command.group_id)
+        if not command.json_schema:
+            if isinstance(shard, ConstrainedShard):
+                shard.forget_constraint(command.sequence)
+            return
+        if not isinstance(shard, ConstrainedShard):
+            text = "its engine cannot hold answers to a schema" if shard else f"rank {self._rank} holds no shard of it"
+            self._report(Constrained(command.group_id, command.sequence, text))
+            return
+        try:
+            work = shard.constrain(command.sequence, command.json_schema)
+        except ValueError as error:
+            self._report(Constrained(command.group_id, command.sequence, _describe(error)))
+            return
+
+        def compile_it() -> None:
+            try:
+                done = Constrained(command.group_id, command.sequence, grammar_bytes=work())
+            except Exception as error:  # noqa: BLE001 - whatever it was, it is of this sequence alone
+                done = Constrained(command.group_id, command.sequence, _describe(error))
+            self._report(done)
+
+        self._schemas.put(compile_it)
 
     def _begin_load(self, command: LoadShard) -> None:
         if command.group_id in self._comms:

@@ -24,57 +24,57 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!gateway/api/proto/inference.proto\x12\x0cmodelyard.v1\"\xcc\x02\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"\xd2\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12,\n\nprompt_ids\x18\x03 \x01(\x0b\x32\x16.modelyard.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.modelyard.v1.Sampling\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\t\n\x01n\x18\t \x01(\r\x12\x15\n\x08logprobs\x18\n \x01(\rH\x02\x88\x01\x01\x12\x18\n\x10return_token_ids\x18\x0b \x01(\x08\x12\x12\n\nrequest_id\x18\x0c \x01(\tB\x07\n\x05inputB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"\xae\x02\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x08messages\x18\x02 \x03(\x0b\x32\x15.modelyard.v1.Message\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.modelyard.v1.Sampling\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\t\n\x01n\x18\t \x01(\r\x12\x15\n\x08logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x18\n\x10return_token_ids\x18\x0b \x01(\x08\x12\x12\n\nrequest_id\x18\x0c \x01(\tB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"~\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0b\n\x03raw\x18\x03 \x01(\x0c\x12\x0f\n\x07logprob\x18\x04 \x01(\x02\x12\x30\n\x0c\x61lternatives\x18\x05 \x03(\x0b\x32\x1a.modelyard.v1.TokenLogprob\"\xae\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.modelyard.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x05 \x01(\t\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.modelyard.v1.TokenLogprob\"\x96\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12%\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x14.modelyard.v1.Choice\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.modelyard.v1.Usage\x12\x14\n\x0c\x63reated_unix\x18\x05 \x01(\x03\"\x9f\x01\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12%\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x14.modelyard.v1.Choice\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.modelyard.v1.Usage\x12 \n\x04held\x18\x05 \x01(\x0b\x32\x12.modelyard.v1.Held\"1\n\x04Held\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x19\n\x11\x65stimated_wait_ms\x18\x02 \x01(\r\"@\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"\x83\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\nembeddings\x18\x03 \x03(\x0b\x32\x17.modelyard.v1.Embedding\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.modelyard.v1.Usage\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"s\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08\x12\'\n\x08messages\x18\x04 \x03(\x0b\x32\x15.modelyard.v1.Message\"D\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\"L\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.modelyard.v1.ModelInfo\"\\\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\x12\x0f\n\x07targets\x18\x05 \x03(\t*\x9e\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12 \n\x1c\x46INISH_REASON_CONTENT_FILTER\x10\x04\x32\xe0\x04\n\tInference\x12I\n\x08Generate\x12\x1d.modelyard.v1.GenerateRequest\x1a\x1e.modelyard.v1.GenerateResponse\x12N\n\x0eGenerateStream\x12\x1d.modelyard.v1.GenerateRequest\x1a\x1b.modelyard.v1.GenerateChunk0\x01\x12\x41\n\x04\x43hat\x12\x19.modelyard.v1.ChatRequest\x1a\x1e.modelyard.v1.GenerateResponse\x12\x46\n\nChatStream\x12\x19.modelyard.v1.ChatRequest\x1a\x1b.modelyard.v1.GenerateChunk0\x01\x12@\n\x05\x45mbed\x12\x1a.modelyard.v1.EmbedRequest\x1a\x1b.modelyard.v1.EmbedResponse\x12I\n\x08Tokenize\x12\x1d.modelyard.v1.TokenizeRequest\x1a\x1e.modelyard.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.modelyard.v1.DetokenizeRequest\x1a .modelyard.v1.DetokenizeResponse\x12O\n\nListModels\x12\x1f.modelyard.v1.ListModelsRequest\x1a .modelyard.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n!gateway/api/proto/inference.proto\x12\x0cmodelyard.v1\"\xcc\x02\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x02 \x01(\x02H\x01\x88\x01\x01\x12\x12\n\x05top_k\x18\x03 \x01(\rH\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x07\n\x05_seed\"\xe7\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x10\n\x06prompt\x18\x02 \x01(\tH\x00\x12,\n\nprompt_ids\x18\x03 \x01(\x0b\x32\x16.modelyard.v1.TokenIdsH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x01\x88\x01\x01\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.modelyard.v1.Sampling\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\t\n\x01n\x18\t \x01(\r\x12\x15\n\x08logprobs\x18\n \x01(\rH\x02\x88\x01\x01\x12\x18\n\x10return_token_ids\x18\x0b \x01(\x08\x12\x12\n\nrequest_id\x18\x0c \x01(\t\x12\x13\n\x0bjson_schema\x18\r \x01(\tB\x07\n\x05inputB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"\xc3\x02\n\x0b\x43hatRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\'\n\x08messages\x18\x02 \x03(\x0b\x32\x15.modelyard.v1.Message\x12\x17\n\nmax_tokens\x18\x04 \x01(\rH\x00\x88\x01\x01\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.modelyard.v1.Sampling\x12\x0c\n\x04stop\x18\x06 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\t\n\x01n\x18\t \x01(\r\x12\x15\n\x08logprobs\x18\n \x01(\rH\x01\x88\x01\x01\x12\x18\n\x10return_token_ids\x18\x0b \x01(\x08\x12\x12\n\nrequest_id\x18\x0c \x01(\t\x12\x13\n\x0bjson_schema\x18\r \x01(\tB\r\n\x0b_max_tokensB\x0b\n\t_logprobs\"(\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"P\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"~\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x0b\n\x03raw\x18\x03 \x01(\x0c\x12\x0f\n\x07logprob\x18\x04 \x01(\x02\x12\x30\n\x0c\x61lternatives\x18\x05 \x03(\x0b\x32\x1a.modelyard.v1.TokenLogprob\"\xae\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x31\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x1a.modelyard.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x05 \x01(\t\x12,\n\x08logprobs\x18\x06 \x03(\x0b\x32\x1a.modelyard.v1.TokenLogprob\"\x96\x01\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12%\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x14.modelyard.v1.Choice\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.modelyard.v1.Usage\x12\x14\n\x0c\x63reated_unix\x18\x05 \x01(\x03\"\x9f\x01\n\rGenerateChunk\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12%\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x14.modelyard.v1.Choice\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.modelyard.v1.Usage\x12 \n\x04held\x18\x05 \x01(\x0b\x32\x12.modelyard.v1.Held\"1\n\x04Held\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x19\n\x11\x65stimated_wait_ms\x18\x02 \x01(\r\"@\n\x0c\x45mbedRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\r\n\x05texts\x18\x02 \x03(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"\x83\x01\n\rEmbedResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12+\n\nembeddings\x18\x03 \x03(\x0b\x32\x17.modelyard.v1.Embedding\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.modelyard.v1.Usage\"\x1b\n\tEmbedding\x12\x0e\n\x06values\x18\x01 \x03(\x02\"s\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x1a\n\x12\x61\x64\x64_special_tokens\x18\x03 \x01(\x08\x12\'\n\x08messages\x18\x04 \x03(\x0b\x32\x15.modelyard.v1.Message\"D\n\x10TokenizeResponse\x12\x0b\n\x03ids\x18\x01 \x03(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\t\x12\x13\n\x0bmax_context\x18\x03 \x01(\r\"L\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12\x1b\n\x13skip_special_tokens\x18\x03 \x01(\x08\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"=\n\x12ListModelsResponse\x12\'\n\x06models\x18\x01 \x03(\x0b\x32\x17.modelyard.v1.ModelInfo\"\\\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04kind\x18\x02 \x01(\t\x12\r\n\x05ready\x18\x03 \x01(\x08\x12\x13\n\x0bmax_context\x18\x04 \x01(\r\x12\x0f\n\x07targets\x18\x05 \x03(\t*\x9e\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12 \n\x1c\x46INISH_REASON_CONTENT_FILTER\x10\x04\x32\xe0\x04\n\tInference\x12I\n\x08Generate\x12\x1d.modelyard.v1.GenerateRequest\x1a\x1e.modelyard.v1.GenerateResponse\x12N\n\x0eGenerateStream\x12\x1d.modelyard.v1.GenerateRequest\x1a\x1b.modelyard.v1.GenerateChunk0\x01\x12\x41\n\x04\x43hat\x12\x19.modelyard.v1.ChatRequest\x1a\x1e.modelyard.v1.GenerateResponse\x12\x46\n\nChatStream\x12\x19.modelyard.v1.ChatRequest\x1a\x1b.modelyard.v1.GenerateChunk0\x01\x12@\n\x05\x45mbed\x12\x1a.modelyard.v1.EmbedRequest\x1a\x1b.modelyard.v1.EmbedResponse\x12I\n\x08Tokenize\x12\x1d.modelyard.v1.TokenizeRequest\x1a\x1e.modelyard.v1.TokenizeResponse\x12O\n\nDetokenize\x12\x1f.modelyard.v1.DetokenizeRequest\x1a .modelyard.v1.DetokenizeResponse\x12O\n\nListModels\x12\x1f.modelyard.v1.ListModelsRequest\x1a .modelyard.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'gateway.api.proto.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2561
-  _globals['_FINISHREASON']._serialized_end=2719
+  _globals['_FINISHREASON']._serialized_start=2603
+  _globals['_FINISHREASON']._serialized_end=2761
   _globals['_SAMPLING']._serialized_start=52
   _globals['_SAMPLING']._serialized_end=384
   _globals['_GENERATEREQUEST']._serialized_start=387
-  _globals['_GENERATEREQUEST']._serialized_end=725
-  _globals['_CHATREQUEST']._serialized_start=728
-  _globals['_CHATREQUEST']._serialized_end=1030
-  _globals['_MESSAGE']._serialized_start=1032
-  _globals['_MESSAGE']._serialized_end=1072
-  _globals['_TOKENIDS']._serialized_start=1074
-  _globals['_TOKENIDS']._serialized_end=1097
-  _globals['_USAGE']._serialized_start=1099
-  _globals['_USAGE']._serialized_end=1179
-  _globals['_TOKENLOGPROB']._serialized_start=1181
-  _globals['_TOKENLOGPROB']._serialized_end=1307
-  _globals['_CHOICE']._serialized_start=1310
-  _globals['_CHOICE']._serialized_end=1484
-  _globals['_GENERATERESPONSE']._serialized_start=1487
-  _globals['_GENERATERESPONSE']._serialized_end=1637
-  _globals['_GENERATECHUNK']._serialized_start=1640
-  _globals['_GENERATECHUNK']._serialized_end=1799
-  _globals['_HELD']._serialized_start=1801
-  _globals['_HELD']._serialized_end=1850
-  _globals['_EMBEDREQUEST']._serialized_start=1852
-  _globals['_EMBEDREQUEST']._serialized_end=1916
-  _globals['_EMBEDRESPONSE']._serialized_start=1919
-  _globals['_EMBEDRESPONSE']._serialized_end=2050
-  _globals['_EMBEDDING']._serialized_start=2052
-  _globals['_EMBEDDING']._serialized_end=2079
-  _globals['_TOKENIZEREQUEST']._serialized_start=2081
-  _globals['_TOKENIZEREQUEST']._serialized_end=2196
-  _globals['_TOKENIZERESPONSE']._serialized_start=2198
-  _globals['_TOKENIZERESPONSE']._serialized_end=2266
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2268
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2344
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2346
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2380
-  _globals['_LISTMODELSREQUEST']._serialized_start=2382
-  _globals['_LISTMODELSREQUEST']._serialized_end=2401
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2403
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2464
-  _globals['_MODELINFO']._serialized_start=2466
-  _globals['_MODELINFO']._serialized_end=2558
-  _globals['_INFERENCE']._serialized_start=2722
-  _globals['_INFERENCE']._serialized_end=3330
+  _globals['_GENERATEREQUEST']._serialized_end=746
+  _globals['_CHATREQUEST']._serialized_start=749
+  _globals['_CHATREQUEST']._serialized_end=1072
+  _globals['_MESSAGE']._serialized_start=1074
+  _globals['_MESSAGE']._serialized_end=1114
+  _globals['_TOKENIDS']._serialized_start=1116
+  _globals['_TOKENIDS']._serialized_end=1139
+  _globals['_USAGE']._serialized_start=1141
+  _globals['_USAGE']._serialized_end=1221
+  _globals['_TOKENLOGPROB']._serialized_start=1223
+  _globals['_TOKENLOGPROB']._serialized_end=1349
+  _globals['_CHOICE']._serialized_start=1352
+  _globals['_CHOICE']._serialized_end=1526
+  _globals['_GENERATERESPONSE']._serialized_start=1529
+  _globals['_GENERATERESPONSE']._serialized_end=1679
+  _globals['_GENERATECHUNK']._serialized_start=1682
+  _globals['_GENERATECHUNK']._serialized_end=1841
+  _globals['_HELD']._serialized_start=1843
+  _globals['_HELD']._serialized_end=1892
+  _globals['_EMBEDREQUEST']._serialized_start=1894
+  _globals['_EMBEDREQUEST']._serialized_end=1958
+  _globals['_EMBEDRESPONSE']._serialized_start=1961
+  _globals['_EMBEDRESPONSE']._serialized_end=2092
+  _globals['_EMBEDDING']._serialized_start=2094
+  _globals['_EMBEDDING']._serialized_end=2121
+  _globals['_TOKENIZEREQUEST']._serialized_start=2123
+  _globals['_TOKENIZEREQUEST']._serialized_end=2238
+  _globals['_TOKENIZERESPONSE']._serialized_start=2240
+  _globals['_TOKENIZERESPONSE']._serialized_end=2308
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2310
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2386
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2388
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2422
+  _globals['_LISTMODELSREQUEST']._serialized_start=2424
+  _globals['_LISTMODELSREQUEST']._serialized_end=2443
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2445
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2506
+  _globals['_MODELINFO']._serialized_start=2508
+  _globals['_MODELINFO']._serialized_end=2600
+  _globals['_INFERENCE']._serialized_start=2764
+  _globals['_INFERENCE']._serialized_end=3372
 # @@protoc_insertion_point(module_scope)

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cgateway/api/proto/pool.proto\x12\x11modelyard.pool.v1\"W\n\x07UpFrame\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12*\n\x07submits\x18\x02 \x03(\x0b\x32\x19.modelyard.pool.v1.Submit\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\x04\"\xb2\x02\n\x06Submit\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x33\n\x08sampling\x18\x05 \x01(\x0b\x32!.modelyard.pool.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\nrequest_id\x18\x0b \x01(\t\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x0e\n\x06shadow\x18\x14 \x01(\x08\x12\x15\n\rtenant_weight\x18\x15 \x01(\r\"\xc3\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x10\n\x08logprobs\x18\t \x01(\x05\"\xbf\x01\n\tDownFrame\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12)\n\x06tokens\x18\x02 \x03(\x0b\x32\x19.modelyard.pool.v1.Tokens\x12$\n\x04\x65nds\x18\x03 \x03(\x0b\x32\x16.modelyard.pool.v1.End\x12&\n\x05holds\x18\x04 \x03(\x0b\x32\x17.modelyard.pool.v1.Hold\x12+\n\x05loads\x18\x05 \x03(\x0b\x32\x1c.modelyard.pool.v1.ModelLoad\"b\n\x06Tokens\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.modelyard.pool.v1.Logprob\x12\x11\n\tembedding\x18\x04 \x01(\x0c\"Q\n\x07Logprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x17\n\x0f\x61lternative_ids\x18\x02 \x03(\r\x12\x1c\n\x14\x61lternative_logprobs\x18\x03 \x03(\x02\"\xcb\x01\n\x03\x45nd\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x15\n\rstop_token_id\x18\x03 \x01(\x03\x12\x12\n\nerror_code\x18\x04 \x01(\t\x12\x15\n\rerror_message\x18\x05 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x06 \x01(\r\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\"=\n\x04Hold\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x19\n\x11\x65stimated_wait_ms\x18\x03 \x01(\r\"X\n\tModelLoad\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12outstanding_tokens\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\"d\n\rAssignRequest\x12\r\n\x05\x66\x65nce\x18\x01 \x01(\x04\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x32\n\x0b\x61ssignments\x18\x03 \x03(\x0b\x32\x1d.modelyard.pool.v1.Assignment\"l\n\nAssignment\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x11\n\tspec_json\x18\x03 \x01(\t\x12(\n\x06groups\x18\x04 \x03(\x0b\x32\x18.modelyard.pool.v1.Group\"a\n\x05Group\x12\r\n\x05ranks\x18\x01 \x03(\r\x12\x17\n\x0ftensor_parallel\x18\x02 \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x03 \x01(\r\x12\x15\n\rmeasured_json\x18\x04 \x01(\t\"\x1f\n\x0e\x41ssignResponse\x12\r\n\x05\x66\x65nce\x18\x01 \x01(\x04\"\x15\n\x13\x44\x65scribePoolRequest\")\n\x14\x44\x65scribePoolResponse\x12\x11\n\tpool_json\x18\x01 \x01(\t\"F\n\x13SetResidencyRequest\x12\r\n\x05\x66\x65nce\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\tresidency\x18\x03 \x01(\t\")\n\x14SetResidencyResponse\x12\x11\n\tresidency\x18\x01 \x01(\t2P\n\x08PoolLink\x12\x44\n\x04Link\x12\x1a.modelyard.pool.v1.UpFrame\x1a\x1c.modelyard.pool.v1.DownFrame(\x01\x30\x01\x32\x9a\x02\n\x0bPoolControl\x12M\n\x06\x41ssign\x12 .modelyard.pool.v1.AssignRequest\x1a!.modelyard.pool.v1.AssignResponse\x12[\n\x08\x44\x65scribe\x12&.modelyard.pool.v1.DescribePoolRequest\x1a\'.modelyard.pool.v1.DescribePoolResponse\x12_\n\x0cSetResidency\x12&.modelyard.pool.v1.SetResidencyRequest\x1a\'.modelyard.pool.v1.SetResidencyResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cgateway/api/proto/pool.proto\x12\x11modelyard.pool.v1\"W\n\x07UpFrame\x12\x0f\n\x07gateway\x18\x01 \x01(\t\x12*\n\x07submits\x18\x02 \x03(\x0b\x32\x19.modelyard.pool.v1.Submit\x12\x0f\n\x07\x63\x61ncels\x18\x03 \x03(\x04\"\xb2\x02\n\x06Submit\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x33\n\x08sampling\x18\x05 \x01(\x0b\x32!.modelyard.pool.v1.SamplingParams\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x12\n\nignore_eos\x18\x07 \x01(\x08\x12\x12\n\ntimeout_ms\x18\x08 \x01(\r\x12\x0e\n\x06tenant\x18\t \x01(\t\x12\x10\n\x08priority\x18\n \x01(\x05\x12\x12\n\nrequest_id\x18\x0b \x01(\t\x12\x13\n\x0btraceparent\x18\x0c \x01(\t\x12\x0e\n\x06shadow\x18\x14 \x01(\x08\x12\x15\n\rtenant_weight\x18\x15 \x01(\r\"\xd8\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05min_p\x18\x04 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x02\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x0c\n\x04seed\x18\x08 \x01(\x04\x12\x10\n\x08logprobs\x18\t \x01(\x05\x12\x13\n\x0bjson_schema\x18\n \x01(\t\"\xbf\x01\n\tDownFrame\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12)\n\x06tokens\x18\x02 \x03(\x0b\x32\x19.modelyard.pool.v1.Tokens\x12$\n\x04\x65nds\x18\x03 \x03(\x0b\x32\x16.modelyard.pool.v1.End\x12&\n\x05holds\x18\x04 \x03(\x0b\x32\x17.modelyard.pool.v1.Hold\x12+\n\x05loads\x18\x05 \x03(\x0b\x32\x1c.modelyard.pool.v1.ModelLoad\"b\n\x06Tokens\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0b\n\x03ids\x18\x02 \x03(\r\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.modelyard.pool.v1.Logprob\x12\x11\n\tembedding\x18\x04 \x01(\x0c\"Q\n\x07Logprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x17\n\x0f\x61lternative_ids\x18\x02 \x03(\r\x12\x1c\n\x14\x61lternative_logprobs\x18\x03 \x03(\x02\"\xe0\x01\n\x03\x45nd\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x15\n\rfinish_reason\x18\x02 \x01(\t\x12\x15\n\rstop_token_id\x18\x03 \x01(\x03\x12\x12\n\nerror_code\x18\x04 \x01(\t\x12\x15\n\rerror_message\x18\x05 \x01(\t\x12\x16\n\x0eretry_after_ms\x18\x06 \x01(\r\x12\x15\n\rprompt_tokens\x18\x07 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x08 \x01(\r\x12\x15\n\rcached_tokens\x18\t \x01(\r\x12\x13\n\x0b\x65rror_field\x18\n \x01(\t\"=\n\x04Hold\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x19\n\x11\x65stimated_wait_ms\x18\x03 \x01(\r\"X\n\tModelLoad\x12\r\n\x05model\x18\x01 \x01(\t\x12\x1a\n\x12outstanding_tokens\x18\x02 \x01(\r\x12\x0f\n\x07running\x18\x03 \x01(\r\x12\x0f\n\x07waiting\x18\x04 \x01(\r\"d\n\rAssignRequest\x12\r\n\x05\x66\x65nce\x18\x01 \x01(\x04\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x32\n\x0b\x61ssignments\x18\x03 \x03(\x0b\x32\x1d.modelyard.pool.v1.Assignment\"l\n\nAssignment\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\x12\x11\n\tspec_json\x18\x03 \x01(\t\x12(\n\x06groups\x18\x04 \x03(\x0b\x32\x18.modelyard.pool.v1.Group\"a\n\x05Group\x12\r\n\x05ranks\x18\x01 \x03(\r\x12\x17\n\x0ftensor_parallel\x18\x02 \x01(\r\x12\x19\n\x11pipeline_parallel\x18\x03 \x01(\r\x12\x15\n\rmeasured_json\x18\x04 \x01(\t\"\x1f\n\x0e\x41ssignResponse\x12\r\n\x05\x66\x65nce\x18\x01 \x01(\x04\"\x15\n\x13\x44\x65scribePoolRequest\")\n\x14\x44\x65scribePoolResponse\x12\x11\n\tpool_json\x18\x01 \x01(\t\"F\n\x13SetResidencyRequest\x12\r\n\x05\x66\x65nce\x18\x01 \x01(\x04\x12\r\n\x05model\x18\x02 \x01(\t\x12\x11\n\tresidency\x18\x03 \x01(\t\")\n\x14SetResidencyResponse\x12\x11\n\tresidency\x18\x01 \x01(\t2P\n\x08PoolLink\x12\x44\n\x04Link\x12\x1a.modelyard.pool.v1.UpFrame\x1a\x1c.modelyard.pool.v1.DownFrame(\x01\x30\x01\x32\x9a\x02\n\x0bPoolControl\x12M\n\x06\x41ssign\x12 .modelyard.pool.v1.AssignRequest\x1a!.modelyard.pool.v1.AssignResponse\x12[\n\x08\x44\x65scribe\x12&.modelyard.pool.v1.DescribePoolRequest\x1a\'.modelyard.pool.v1.DescribePoolResponse\x12_\n\x0cSetResidency\x12&.modelyard.pool.v1.SetResidencyRequest\x1a\'.modelyard.pool.v1.SetResidencyResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,37 +36,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SUBMIT']._serialized_start=141
   _globals['_SUBMIT']._serialized_end=447
   _globals['_SAMPLINGPARAMS']._serialized_start=450
-  _globals['_SAMPLINGPARAMS']._serialized_end=645
-  _globals['_DOWNFRAME']._serialized_start=648
-  _globals['_DOWNFRAME']._serialized_end=839
-  _globals['_TOKENS']._serialized_start=841
-  _globals['_TOKENS']._serialized_end=939
-  _globals['_LOGPROB']._serialized_start=941
-  _globals['_LOGPROB']._serialized_end=1022
-  _globals['_END']._serialized_start=1025
-  _globals['_END']._serialized_end=1228
-  _globals['_HOLD']._serialized_start=1230
-  _globals['_HOLD']._serialized_end=1291
-  _globals['_MODELLOAD']._serialized_start=1293
-  _globals['_MODELLOAD']._serialized_end=1381
-  _globals['_ASSIGNREQUEST']._serialized_start=1383
-  _globals['_ASSIGNREQUEST']._serialized_end=1483
-  _globals['_ASSIGNMENT']._serialized_start=1485
-  _globals['_ASSIGNMENT']._serialized_end=1593
-  _globals['_GROUP']._serialized_start=1595
-  _globals['_GROUP']._serialized_end=1692
-  _globals['_ASSIGNRESPONSE']._serialized_start=1694
-  _globals['_ASSIGNRESPONSE']._serialized_end=1725
-  _globals['_DESCRIBEPOOLREQUEST']._serialized_start=1727
-  _globals['_DESCRIBEPOOLREQUEST']._serialized_end=1748
-  _globals['_DESCRIBEPOOLRESPONSE']._serialized_start=1750
-  _globals['_DESCRIBEPOOLRESPONSE']._serialized_end=1791
-  _globals['_SETRESIDENCYREQUEST']._serialized_start=1793
-  _globals['_SETRESIDENCYREQUEST']._serialized_end=1863
-  _globals['_SETRESIDENCYRESPONSE']._serialized_start=1865
-  _globals['_SETRESIDENCYRESPONSE']._serialized_end=1906
-  _globals['_POOLLINK']._serialized_start=1908
-  _globals['_POOLLINK']._serialized_end=1988
-  _globals['_POOLCONTROL']._serialized_start=1991
-  _globals['_POOLCONTROL']._serialized_end=2273
+  _globals['_SAMPLINGPARAMS']._serialized_end=666
+  _globals['_DOWNFRAME']._serialized_start=669
+  _globals['_DOWNFRAME']._serialized_end=860
+  _globals['_TOKENS']._serialized_start=862
+  _globals['_TOKENS']._serialized_end=960
+  _globals['_LOGPROB']._serialized_start=962
+  _globals['_LOGPROB']._serialized_end=1043
+  _globals['_END']._serialized_start=1046
+  _globals['_END']._serialized_end=1270
+  _globals['_HOLD']._serialized_start=1272
+  _globals['_HOLD']._serialized_end=1333
+  _globals['_MODELLOAD']._serialized_start=1335
+  _globals['_MODELLOAD']._serialized_end=1423
+  _globals['_ASSIGNREQUEST']._serialized_start=1425
+  _globals['_ASSIGNREQUEST']._serialized_end=1525
+  _globals['_ASSIGNMENT']._serialized_start=1527
+  _globals['_ASSIGNMENT']._serialized_end=1635
+  _globals['_GROUP']._serialized_start=1637
+  _globals['_GROUP']._serialized_end=1734
+  _globals['_ASSIGNRESPONSE']._serialized_start=1736
+  _globals['_ASSIGNRESPONSE']._serialized_end=1767
+  _globals['_DESCRIBEPOOLREQUEST']._serialized_start=1769
+  _globals['_DESCRIBEPOOLREQUEST']._serialized_end=1790
+  _globals['_DESCRIBEPOOLRESPONSE']._serialized_start=1792
+  _globals['_DESCRIBEPOOLRESPONSE']._serialized_end=1833
+  _globals['_SETRESIDENCYREQUEST']._serialized_start=1835
+  _globals['_SETRESIDENCYREQUEST']._serialized_end=1905
+  _globals['_SETRESIDENCYRESPONSE']._serialized_start=1907
+  _globals['_SETRESIDENCYRESPONSE']._serialized_end=1948
+  _globals['_POOLLINK']._serialized_start=1950
+  _globals['_POOLLINK']._serialized_end=2030
+  _globals['_POOLCONTROL']._serialized_start=2033
+  _globals['_POOLCONTROL']._serialized_end=2315
 # @@protoc_insertion_point(module_scope)

@@ -22,6 +22,8 @@ from workers.driver.sizing import Placement, pages, size_group
 from workers.engines.trtllm.messages import Cancel, Generate
 from workers.messages import (
     Command,
+    Constrain,
+    Constrained,
     Done,
     GrowKv,
     HeldShard,
@@ -110,6 +112,9 @@ class SimulatedRank:
         self.copies: set[int] = set()
         self.grow_error = ""
         self.executed: list[Command] = []
+        self.compiled: set[int] = set()  # sequences whose schemas are at hand
+        self.schema_error = ""
+        self.compiles = True  # else it never gets done with a schema
 
     def held(self, group_id: int) -> HeldShard:
         load = self.shards[group_id]
@@ -139,7 +144,7 @@ class SimulatedRank:
             context=256,
         )
 
-    def execute(self, command: Command) -> Done | StepDone | None:
+    def execute(self, command: Command) -> Done | StepDone | Constrained | None:
         self.executed.append(command)
         match command:
             case LoadShard():
@@ -187,6 +192,13 @@ class SimulatedRank:
                     self.parked.discard(command.group_id)
                     self.blocks[command.group_id] = command.kv_blocks
                 return Done(command.op, held=self.held(command.group_id))
+            case Constrain():
+                self.compiled.discard(command.sequence)
+                if not command.json_schema or not self.compiles:
+                    return None
+                if not self.schema_error:
+                    self.compiled.add(command.sequence)
+                return Constrained(command.group_id, command.sequence, self.schema_error, 3 * MIB)
             case Step():
                 return self._step(command)
             case _:
@@ -207,6 +219,8 @@ class SimulatedRank:
             key = (step.group_id, part.sequence)
             if part.new is not None:
                 assert key not in self.tables, "introduced twice without a release"
+                if part.new.constrained and self.rank in load.ranks[-load.tensor_parallel :]:
+                    self.compiled.remove(part.sequence)
                 self.tables[key] = []
             table = self.tables[key]
             table.extend(part.new_blocks)
@@ -313,6 +327,7 @@ class World:
         model: str = "m",
         link: int = 1,
         timeout_s: float | None = None,
+        json_schema: str = "",
         **changes: object,
     ) -> RequestKey:
         key = (link, self.next_id)
@@ -320,7 +335,15 @@ class World:
         deadline = None if timeout_s is None else self.now + timeout_s
         self.core.on_submit(
             self.now,
-            Request(key, model, tuple(prompt), max_tokens, Sampling(), deadline=deadline, **changes),  # type: ignore[arg-type]
+            Request(
+                key,
+                model,
+                tuple(prompt),
+                max_tokens,
+                Sampling(json_schema=json_schema),
+                deadline=deadline,
+                **changes,  # type: ignore[arg-type]
+            ),
         )
         return key
 
@@ -338,6 +361,8 @@ class World:
                 if isinstance(answer, StepDone):
                     self.now += answer.seconds
                     self.core.on_step_done(self.now, answer)
+                elif isinstance(answer, Constrained):
+                    self.core.on_constrained(self.now, rank, answer)
                 elif answer is not None:
                     self.core.on_op_done(self.now, rank, answer)
         self.core.state.check()

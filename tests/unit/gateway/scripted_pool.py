@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import grpc
 
@@ -35,7 +36,7 @@ class SubmittedSequence:
         self._link.send(DownFrame(tokens=[Tokens(id=self.submit.id, ids=[0], embedding=array("f", values).tobytes())]))
         self.end("length")
 
-    def end(self, reason: str = "stop", *, stop_token_id: int = -1, tokens: Sequence[int] = (), **fields: int) -> None:
+    def end(self, reason: str = "stop", *, stop_token_id: int = -1, tokens: Sequence[int] = (), **fields: Any) -> None:
         """The end, with the last tokens in the same frame."""
         frame = DownFrame(ends=[End(id=self.submit.id, finish_reason=reason, stop_token_id=stop_token_id, **fields)])
         if tokens:

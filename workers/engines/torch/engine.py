@@ -14,6 +14,7 @@ from placement.split import local_kv_heads
 from workers.comm.base import GroupComm
 from workers.engines.base import ProgressFn
 from workers.engines.torch.attention import BatchHolder, LayerAttention
+from workers.engines.torch.constraint import constraints_of
 from workers.engines.torch.encoder import EncoderShard, load_encoder
 from workers.engines.torch.fill import Precision, StageFiller, precision_of
 from workers.engines.torch.fused import fuse_blocks
@@ -72,8 +73,11 @@ class TorchEngine:
         context = min(spec.context or checkpoint.max_context, checkpoint.max_context)
         facts = ShardFacts(checkpoint.digest, precision.name, context, source.read_bytes)
         compute_threads = ComputeThreads(_sample_matmul(stage, precision.compute))
+        constraints = constraints_of(checkpoint, self._cache_dir) if stage.is_last else None
         progress(1.0, "ready")
-        return TorchShard(command, facts, stage, holder, weights, workspace, kv, comm, precision.compute, compute_threads)
+        return TorchShard(
+            command, facts, stage, holder, weights, workspace, kv, comm, precision.compute, compute_threads, constraints
+        )
 
     def _reserve(
         self,

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 import torch
 
+from workers.engines.torch.constraint import Constraint
 from workers.engines.torch.head import not_finite
 from workers.engines.torch.noise import gumbel
 from workers.messages import NewSequence, SampledToken, Sampling
@@ -54,6 +55,7 @@ class SampleState:
     position: int = 0  # tokens generated so far
     counts: Counter[int] = field(default_factory=Counter)  # of generated tokens, kept only where a penalty needs them
     seen: set[int] = field(default_factory=set)  # prompt and generated, likewise
+    constraint: Constraint | None = None  # where the answer must follow a JSON schema
 
     @classmethod
     def start(cls, new: NewSequence) -> SampleState:
@@ -78,6 +80,7 @@ class SampleState:
             and sampling.logprobs < 0
             and sampling.repetition_penalty == 1.0
             and not self.counts_tokens
+            and self.constraint is None
         )
 
     def noise(self, tokens: np.ndarray) -> torch.Tensor:
@@ -131,16 +134,18 @@ def _scaled_noise(state: SampleState, vocabulary: int) -> torch.Tensor | None:
 def _sample(logits: torch.Tensor, sequences: list[int], states: list[SampleState]) -> tuple[SampledToken, ...]:
     raw = logits
     chosen = argmax(raw)  # also looks whether they are numbers
-    if any(state.seen or state.counts for state in states):
+    if any(state.seen or state.counts or state.constraint for state in states):
         logits = logits.clone()
         for row, state in zip(logits, states, strict=True):
             _penalize(row, state)
+            if state.constraint is not None and (allowed := state.constraint.allowed(len(row))) is not None:
+                row.numpy()[~allowed] = -np.inf
         chosen = argmax(logits)
     for row, state in enumerate(states):
         if state.sampling.temperature > 0.0:
             chosen[row] = _draw(logits[row], state)
     return tuple(
-        _report(raw[row], sequence, token, states[row].sampling.logprobs)
+        _report(raw[row], sequence, token, states[row])
         for row, (sequence, token) in enumerate(zip(sequences, chosen, strict=True))
     )
 
@@ -205,7 +210,10 @@ def _filtered(scaled: torch.Tensor, sampling: Sampling) -> tuple[torch.Tensor, t
     return values[kept], ids[kept]
 
 
-def _report(raw: torch.Tensor, sequence: int, token: int, logprobs: int) -> SampledToken:
+def _report(raw: torch.Tensor, sequence: int, token: int, state: SampleState) -> SampledToken:
+    if state.constraint is not None and state.constraint.error:
+        return SampledToken(sequence, token, error=state.constraint.error)
+    logprobs = state.sampling.logprobs
     if logprobs < 0:
         return SampledToken(sequence, token)
     log = torch.log_softmax(raw, dim=-1)

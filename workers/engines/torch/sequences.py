@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from workers.engines.torch.attention import AttentionBatch, Span
+from workers.engines.torch.constraint import Constraints
 from workers.engines.torch.kv import PagedKv
 from workers.engines.torch.sampler import SampleState
 from workers.messages import SequenceStep, Step
@@ -17,6 +18,7 @@ from workers.messages import SequenceStep, Step
 class _Sequence:
     table: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     last_token: int = -1
+    sampled: bool = False  # since it was introduced: what comes now was sampled
     state: SampleState | None = None
 
 
@@ -31,7 +33,9 @@ class StepInputs:
 
 
 class SequenceTable:
-    def __init__(self) -> None:
+    def __init__(self, constraints: Constraints | None = None) -> None:
+        """`constraints`: on ranks that sample."""
+        self._constraints = constraints
         self._sequences: dict[int, _Sequence] = {}
 
     def __len__(self) -> int:
@@ -81,7 +85,10 @@ class SequenceTable:
     def _part(self, part: SequenceStep, kv: PagedKv) -> tuple[SequenceStep, tuple[int, ...], _Sequence]:
         sequence = self._sequences.get(part.sequence)
         if part.new is not None:
-            sequence = self._sequences[part.sequence] = _Sequence(state=SampleState.start(part.new))
+            state = SampleState.start(part.new)
+            if part.new.constrained and self._constraints is not None:
+                state.constraint = self._constraints.begin(part.sequence, part.new.generated)
+            sequence = self._sequences[part.sequence] = _Sequence(state=state)
         elif sequence is None:
             raise ValueError(f"sequence {part.sequence} is not known on this rank; its first step must describe it")
         if part.new_blocks:
@@ -89,6 +96,9 @@ class SequenceTable:
                 raise ValueError(f"sequence {part.sequence} was given block {max(part.new_blocks)} of {kv.blocks} mapped ones")
             sequence.table = np.concatenate((sequence.table, np.array(part.new_blocks, dtype=np.int64)))
         tokens = part.tokens or (sequence.last_token,)
+        if sequence.sampled and sequence.state is not None and sequence.state.constraint is not None:
+            sequence.state.constraint.advance(tokens)
+        sequence.sampled |= part.sample
         if tokens[0] < 0:
             raise ValueError(f"sequence {part.sequence} has no last sample on this rank; its step must carry the token")
         if part.start + len(tokens) > len(sequence.table) * kv.block_tokens:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 
 from workers.comm.base import GroupComm
 from workers.engines.torch.attention import BatchHolder
+from workers.engines.torch.constraint import Constraints
 from workers.engines.torch.head import RescoredHead
 from workers.engines.torch.kv import PagedKv
 from workers.engines.torch.memory import TensorRegion
@@ -43,7 +44,9 @@ class TorchShard:
         comm: GroupComm,
         compute: torch.dtype,
         threads: ComputeThreads,
+        constraints: Constraints | None,
     ) -> None:
+        """`constraints`: of a rank of the last stage."""
         self._command = command
         self._facts = facts
         self._stage = stage
@@ -56,7 +59,8 @@ class TorchShard:
         self._comm = comm
         self._compute = compute
         self._threads = threads
-        self._sequences = SequenceTable()
+        self._constraints = constraints
+        self._sequences = SequenceTable(constraints)
         self._standby: HostCopy | None = None
         self._parked = False
         self._awake_bytes: dict[str, int] = {}  # by kind, beside KV, while it is parked
@@ -79,6 +83,7 @@ class TorchShard:
                 "weights": self._weights.committed_bytes,
                 "kv": self._kv.committed_bytes,
                 "workspace": self._workspace.committed_bytes,
+                **({"grammar": self._constraints.size_bytes} if self._constraints and self._constraints.size_bytes else {}),
             },
             digest=facts.digest,
             precision=facts.precision,
@@ -146,6 +151,15 @@ class TorchShard:
             return head.argmax(hidden, noise)
         # A softcap does not change the order, except of noisy logits.
         return argmax(self.logits(hidden) if noisy else head(hidden), noise)
+
+    def constrain(self, sequence: int, json_schema: str) -> Callable[[], int]:
+        if self._constraints is None:
+            raise ValueError(f"this rank of model `{self._command.model}` does not sample")
+        return self._constraints.prepare(sequence, json_schema)
+
+    def forget_constraint(self, sequence: int | None) -> None:
+        if self._constraints is not None:
+            self._constraints.forget(sequence)
 
     def set_threads(self, count: int) -> None:
         """From the next step on."""

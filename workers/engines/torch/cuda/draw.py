@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from workers.engines.torch.constraint import Constraint
 from workers.engines.torch.cuda import ops
 from workers.engines.torch.head import not_finite
 from workers.engines.torch.noise import keys
@@ -54,6 +55,7 @@ class DrawState:
     sampling: Sampling
     position: int  # tokens drawn so far
     tokens: TokenCounts | None  # only where a penalty looks at them
+    constraint: Constraint | None = None  # where the answer must follow a JSON schema
 
     @classmethod
     def start(cls, new: NewSequence, vocabulary: int, device: torch.device) -> DrawState:
@@ -62,8 +64,12 @@ class DrawState:
         return cls(sampling, len(new.generated), None if plain else TokenCounts(vocabulary, new, device))
 
     @property
+    def error(self) -> str:
+        return self.constraint.error if self.constraint is not None else ""
+
+    @property
     def is_plain_greedy(self) -> bool:
-        return self.sampling.temperature == 0.0 and self.sampling.logprobs < 0 and self.tokens is None
+        return self.sampling.temperature == 0.0 and self.sampling.logprobs < 0 and self.tokens is None and self.constraint is None
 
 
 @dataclass(frozen=True)
@@ -88,18 +94,21 @@ class Drawn:
             raise not_finite()
         tokens: list[int] = self.tokens.tolist()
         if self.log_probabilities is None:
-            return tuple(SampledToken(sequence, token) for sequence, token in zip(sequences, tokens, strict=True))
+            return tuple(
+                SampledToken(sequence, token, error=state.error)
+                for sequence, token, state in zip(sequences, tokens, states, strict=True)
+            )
         found = self.log_probabilities
         told = {row: number for number, row in enumerate(found.rows)}
         chosen, ids, values = found.chosen.tolist(), found.ids.tolist(), found.values.tolist()
         sampled = []
         for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             if row not in told:
-                sampled.append(SampledToken(sequence, token))
+                sampled.append(SampledToken(sequence, token, error=states[row].error))
                 continue
             number, count = told[row], states[row].sampling.logprobs
             alternatives = tuple(ids[number][:count]), tuple(values[number][:count])
-            sampled.append(SampledToken(sequence, token, chosen[number], *alternatives))
+            sampled.append(SampledToken(sequence, token, chosen[number], *alternatives, error=states[row].error))
         return tuple(sampled)
 
 
@@ -113,11 +122,15 @@ def draw(logits: torch.Tensor, greedy: torch.Tensor, states: list[DrawState]) ->
     raw = logits.float()
     tokens = greedy.clone()
     penalized = [row for row, state in enumerate(states) if state.tokens is not None]
-    changed = raw.clone() if penalized else raw
+    held = [row for row, state in enumerate(states) if state.constraint is not None]
+    changed = raw.clone() if penalized or held else raw
     for row in penalized:
         counts = states[row].tokens
         assert counts is not None
         changed[row] = counts.penalize(changed[row], states[row].sampling)
+        tokens[row] = changed[row].argmax()
+    for row in held:
+        _mask(changed[row], states[row])
         tokens[row] = changed[row].argmax()
     random = [row for row, state in enumerate(states) if state.sampling.temperature > 0.0]
     if random:
@@ -130,6 +143,17 @@ def draw(logits: torch.Tensor, greedy: torch.Tensor, states: list[DrawState]) ->
     for state in states:
         state.position += 1
     return Drawn(tokens, largest, _log_probabilities(raw, tokens, states))
+
+
+def _mask(row: torch.Tensor, state: DrawState) -> None:
+    """In place: what the schema forbids here. The driver has told the last token, so nothing waits for the GPU."""
+    constraint = state.constraint
+    assert constraint is not None
+    allowed = constraint.allowed(row.shape[0])
+    if allowed is not None:
+        forbidden = torch.from_numpy(~allowed)
+        forbidden = forbidden.pin_memory() if row.is_cuda else forbidden
+        row.masked_fill_(forbidden.to(row.device, non_blocking=True), -torch.inf)
 
 
 def _log_probabilities(raw: torch.Tensor, tokens: torch.Tensor, states: list[DrawState]) -> LogProbabilities | None:

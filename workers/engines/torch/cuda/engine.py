@@ -13,6 +13,7 @@ from gateway.api.config import ModelSpec
 from gateway.api.errors import invalid
 from workers.comm.base import GroupComm
 from workers.engines.base import ProgressFn
+from workers.engines.torch.constraint import constraints_of
 from workers.engines.torch.cuda import flash
 from workers.engines.torch.cuda.attention import Attention, GatheringAttention
 from workers.engines.torch.cuda.attention_check import flash_works
@@ -121,9 +122,10 @@ class GpuEngine:
         else:
             memory = FixedMemory(weights, workspace, kv)
         facts = ShardFacts(checkpoint.digest, precision.name, context, source.read_bytes)
-        sequences = SequenceTable(places, checkpoint.shape.vocabulary, device)
+        constraints = constraints_of(checkpoint, self._cache_dir) if stage.is_last else None
+        sequences = SequenceTable(places, checkpoint.shape.vocabulary, device, constraints)
         extra = max(0, _taken_outside(arena) - outside_before)
-        return GpuShard(command, facts, stage, memory, comm, sequences, newest, eager, graphs, self._stream, extra)
+        return GpuShard(command, facts, stage, memory, comm, sequences, newest, eager, graphs, self._stream, extra, constraints)
 
     def _reserve(
         self,

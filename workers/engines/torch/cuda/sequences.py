@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from workers.engines.torch.constraint import Constraints
 from workers.engines.torch.cuda.batch import Span
 from workers.engines.torch.cuda.draw import DrawState
 from workers.messages import SequenceStep, Step
@@ -34,7 +35,9 @@ class Part:
 class SequenceTable:
     """For at most `places` sequences at once."""
 
-    def __init__(self, places: int, vocabulary: int, device: torch.device) -> None:
+    def __init__(self, places: int, vocabulary: int, device: torch.device, constraints: Constraints | None = None) -> None:
+        """`constraints`: on ranks that sample."""
+        self._constraints = constraints
         self._sequences: dict[int, _Sequence] = {}
         self._free = list(range(places - 1, -1, -1))
         self._vocabulary = vocabulary
@@ -60,6 +63,8 @@ class SequenceTable:
         if part.new is not None:
             place = self._place() if sequence is None else sequence.place
             state = DrawState.start(part.new, self._vocabulary, self._device)
+            if part.new.constrained and self._constraints is not None:
+                state.constraint = self._constraints.begin(part.sequence, part.new.generated)
             sequence = self._sequences[part.sequence] = _Sequence(place, state, np.empty(0, np.int32))
         elif sequence is None:
             raise ValueError(f"sequence {part.sequence} is not known on this rank; its first step must describe it")
@@ -69,6 +74,10 @@ class SequenceTable:
             sequence.table = np.concatenate((sequence.table, np.array(part.new_blocks, dtype=np.int32)))
         if not part.tokens and not sequence.has_sample:
             raise ValueError(f"sequence {part.sequence} has no last sample on this rank; its step must carry the token")
+        if sequence.state.constraint is not None and sequence.has_sample:
+            if not part.tokens:
+                raise ValueError(f"sequence {part.sequence} follows a JSON schema; its step must carry the token")
+            sequence.state.constraint.advance(part.tokens)
         count = max(len(part.tokens), 1)
         if part.start + count > len(sequence.table) * block_tokens:
             raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 
 from workers.comm.base import GroupComm
 from workers.engines.base import DamagedModelError
+from workers.engines.torch.constraint import Constraints
 from workers.engines.torch.cuda.draw import Drawn, DrawState, LogProbabilities, draw
 from workers.engines.torch.cuda.residency import WAIT_S, FixedMemory, ParkedMemory
 from workers.engines.torch.cuda.sequences import Part, SequenceTable
@@ -75,8 +76,10 @@ class GpuShard:
         graphs: GraphSteps | None,
         stream: torch.cuda.Stream | None,
         extra_bytes: int,
+        constraints: Constraints | None,
     ) -> None:
-        """`newest`: the newest token of every sequence. `extra_bytes`: taken outside the arena when it was loaded (graphs)."""
+        """`newest`: the newest token of every sequence. `extra_bytes`: taken outside the arena when it was loaded (graphs).
+        `constraints`: of a rank of the last stage."""
         self._command = command
         self._facts = facts
         self._stage = stage
@@ -88,6 +91,7 @@ class GpuShard:
         self._graphs = graphs
         self._stream = stream  # None: not on a GPU
         self._extra_bytes = extra_bytes
+        self._constraints = constraints
         self._last: torch.cuda.Event | None = None
 
     def held(self) -> HeldShard:
@@ -172,6 +176,21 @@ class GpuShard:
         if memory.wake_under_way is None:
             return None
         return lambda layer: memory.wait(layer, stream)
+
+    def constrain(self, sequence: int, json_schema: str) -> Callable[[], int]:
+        if self._constraints is None:
+            raise ValueError(f"this rank of model `{self._command.model}` does not sample")
+        compile_it = self._constraints.prepare(sequence, json_schema)
+
+        def work() -> int:
+            compile_it()
+            return 0  # it is in host memory, and the pool's is the card's
+
+        return work
+
+    def forget_constraint(self, sequence: int | None) -> None:
+        if self._constraints is not None:
+            self._constraints.forget(sequence)
 
     # ---------------------------------------------------------------- memory
 
