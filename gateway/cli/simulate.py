@@ -138,15 +138,19 @@ def _read(trace: Path, format_: Format, names: Sequence[str], seed: int, seconds
 def _servegen(folder: Path, names: Sequence[str], seed: int, seconds: float) -> list[Arrival]:
     from gateway.cli.traces import read_servegen
 
-    clients = {}
     files = sorted(folder.glob("chunk-*-trace.csv"), key=lambda file: int(file.name.split("-")[1]))
-    if not files:
+    pairs = [(file, file.with_name(file.name.replace("-trace.csv", "-dataset.json"))) for file in files]
+    whole = [(file, dataset) for file, dataset in pairs if dataset.exists()]
+    if not whole:
         raise invalid(
-            f"{folder}: no chunk-N-trace.csv in it; ServeGen keeps each client as chunk-N-trace.csv and chunk-N-dataset.json"
+            f"{folder}: no chunk-N-trace.csv with its chunk-N-dataset.json in it; ServeGen keeps each client as these two files"
         )
-    for name, file in zip(names, files, strict=False):
-        dataset = file.with_name(file.name.replace("-trace.csv", "-dataset.json"))
-        clients[name] = (file.read_text().splitlines(), dataset.read_text())
+    if len(whole) < len(pairs):
+        left_out = ", ".join(file.name for file, dataset in pairs if not dataset.exists())
+        typer.echo(f"left out, for their dataset is not there: {left_out}", err=True)
+    clients = {
+        name: (file.read_text().splitlines(), dataset.read_text()) for name, (file, dataset) in zip(names, whole, strict=False)
+    }
     return read_servegen(clients, seed, seconds)
 
 

@@ -71,6 +71,19 @@ def test_errors_say_what_to_do(arguments: tuple[str, ...], message: str) -> None
         CliRunner().invoke(app, ["simulate", "--site", SITE, *arguments], catch_exceptions=False)
 
 
+def test_clients_of_servegen_without_a_dataset_are_left_out(tmp_path: Path) -> None:
+    for client in (0, 1, 2):
+        (tmp_path / f"chunk-{client}-trace.csv").write_text("0,1.0,1.0,Gamma,1,1\n600,0,1,Gamma,1,1\n")
+    lengths = {"input_tokens": {"32": 1.0}, "output_tokens": {"8": 1.0}}
+    for client in (0, 2):
+        (tmp_path / f"chunk-{client}-dataset.json").write_text(json.dumps({"0": lengths}))
+    arguments = ["simulate", "--site", SITE, "--trace", str(tmp_path), "--format", "servegen", "--seconds", "60"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    assert "left out, for their dataset is not there: chunk-1-trace.csv" in result.stderr
+    assert "smollm2-pp2" in result.stdout
+
+
 def test_a_chart_is_a_png(tmp_path: Path) -> None:
     file = tmp_path / "chart.png"
     run("--generate", "1", *SMALL, "--chart", str(file))
