@@ -20,7 +20,7 @@ class Lost:
 @dataclass(frozen=True, slots=True)
 class Text:
     """What a server sends that answers in text. `tokens`: as many as it is known to be of; `stop_reason`: what ended it, with
-    the last."""
+    the last. One without either says that the server goes on, and is for the link only."""
 
     text: str
     tokens: int = 0

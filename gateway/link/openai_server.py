@@ -141,8 +141,8 @@ class OpenAiServer:
                     reason = choice.get("finish_reason")
                     text = ((choice.get("delta") or {}).get("content") if chat else choice.get("text")) or ""
                     stop = choice.get("stop_reason") if reason else None
-                    if text or stop is not None:
-                        yield Text(text, int(bool(text)), "" if stop is None else str(stop))
+                    # Also without text, as while it reasons: it goes on.
+                    yield Text(text, int(bool(text)), "" if stop is None else str(stop))
                     if reason:
                         end.finish_reason = _FINISH.get(reason, "cancelled")
         if not end.finish_reason:

@@ -196,8 +196,10 @@ class ServerLink:
                     if isinstance(event, End):
                         self._end(sequence, event)
                         return
-                    asked.tokens += event.tokens if isinstance(event, Text) else len(event.ids)
-                    asked.flight.push(asked.index, event)
+                    tokens = event.tokens if isinstance(event, Text) else len(event.ids)
+                    if tokens or (isinstance(event, Text) and event.stop_reason):
+                        asked.tokens += tokens
+                        asked.flight.push(asked.index, event)
             raise unavailable(f"the server of model `{self.pool}` broke its answer off", 1.0)
         except YardError as error:
             self._doubt(error)

@@ -36,6 +36,7 @@ class TrtllmServe:
         self.finish: tuple[str, str | int | None] = ("stop", None)
         self.refusal: tuple[int, dict[str, Any], dict[str, str]] | None = None
         self.break_off = False
+        self.reasons = 0  # events of reasoning before the text, a tenth of a second each
         self.hold_after: int | None = None
         self.go_on = asyncio.Event()
         self.asked: asyncio.Queue[Asked] = asyncio.Queue()
@@ -115,6 +116,9 @@ class TrtllmServe:
 
         if kind == "chat":
             await send([{"index": 0, "delta": {"role": "assistant"}, "finish_reason": None}])
+        for _ in range(self.reasons):
+            await asyncio.sleep(0.1)
+            await send([{"index": 0, "delta": {"reasoning_content": "hm "}, "finish_reason": None}])
         pieces = self.pieces[: body.get("max_tokens", len(self.pieces))]
         for count, piece in enumerate(pieces):
             if self.hold_after == count:

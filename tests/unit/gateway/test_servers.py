@@ -113,6 +113,26 @@ async def test_with_a_tokenizer_it_is_sent_token_ids(lone: LoneGateway, server: 
     assert (await server.next()).body["prompt"] == ids_of(byte_level, "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
+async def test_a_quota_pays_for_the_prompt_that_the_server_counted(site: LoneGateway) -> None:
+    class Account:
+        def __init__(self) -> None:
+            self.taken: list[int] = []
+
+        async def admit(self, caller: object, prompt_tokens: int) -> None:
+            self.taken.append(prompt_tokens)
+
+        def charge(self, caller: object, tokens: int) -> None:
+            self.taken.append(tokens)
+
+        def give_back(self, caller: object, prompt_tokens: int) -> None:
+            self.taken.append(-prompt_tokens)
+
+    account = site.path.quotas = Account()  # type: ignore[assignment]
+    await site.inference.Generate(ask(prompt="x" * 60), timeout=10)
+    guessed, rest = account.taken
+    assert (guessed, guessed + rest) == (15, 11 + 4)
+
+
 async def test_stop_strings(site: LoneGateway, server: TrtllmServe) -> None:
     """Rule 17: a server that leaves them in the text is cut here; one that does not says which it was."""
     server.pieces = ["one ST", "OP", " two"]
@@ -213,6 +233,16 @@ async def test_a_server_that_is_silent_leaves_until_it_answers(lone: LoneGateway
         await asked.cancelled.wait()
     assert (await server.next()).body["max_tokens"] == 1  # the probe
     await until(lambda: lone.links.rotation("far"))
+
+
+async def test_a_server_that_reasons_is_not_silent(lone: LoneGateway, server: TrtllmServe) -> None:
+    """Rule 11: health is forward progress, also of what is not shown."""
+    server.reasons = 8
+    lone.put("Model", "far", {"source": server.source, "server": {"silent_s": 0.4}})
+    await until(lambda: lone.links.serving("far"))
+    request = pb.ChatRequest(model="far", messages=[pb.Message(role="user", content="hi")])
+    assert (await lone.inference.Chat(request, timeout=10)).choices[0].text == "Paris."
+    assert lone.links.rotation("far")
 
 
 async def test_another_name_than_the_server_has_is_said(lone: LoneGateway, server: TrtllmServe) -> None:
