@@ -1,7 +1,9 @@
-"""ARCHITECTURE.md shows the tree and the states as they are."""
+"""ARCHITECTURE.md shows the tree, the states and the rules as they are."""
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -22,3 +24,14 @@ def test_no_two_test_files_have_one_name() -> None:
     """pytest imports test files by their base name, and cannot collect two of one."""
     names = Counter(file.name for file in (ROOT / "tests").rglob("*.py") if file.name.startswith("test_"))
     assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_each_rule_has_a_test_that_names_it() -> None:
+    named: set[int] = set()
+    for file in (ROOT / "tests").rglob("test_*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_"):
+                for numbers in re.findall(r"[Rr]ules? (\d+(?:(?:, | and |, and )\d+)*)", ast.get_docstring(node) or ""):
+                    named.update(map(int, re.findall(r"\d+", numbers)))
+    rules = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split("\n## Rules\n")[1].split("\n## ")[0]
+    assert named >= set(map(int, re.findall(r"^(\d+)\. ", rules, flags=re.MULTILINE))) == set(range(1, 18))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,17 @@ def test_placement_imports_nothing_of_the_rest_and_does_no_io(path: Path) -> Non
         assert name.split(".")[0] not in IMPURE, f"{path} imports {name}"
 
 
+def says_that_it_is_pure(path: Path) -> bool:
+    return re.search(r"\bPure\b", ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or "") is not None
+
+
+@pytest.mark.parametrize("path", case([found for found in modules("gateway", "workers") if says_that_it_is_pure(found[1])]))
+def test_what_says_that_it_is_pure_does_no_io(path: Path) -> None:
+    """rule 2, of the decisions of drivers, gateways and the controller."""
+    for name in imports(path):
+        assert name.split(".")[0] not in IMPURE, f"{path} imports {name}"
+
+
 @pytest.mark.parametrize("path", case(modules("gateway/api")))
 def test_the_api_imports_at_most_placement(path: Path) -> None:
     for name in imports(path):
@@ -96,3 +108,4 @@ def test_every_package_is_found() -> None:
     assert {"placement.packing", "placement.types"} <= {name for name, _ in modules("placement")}
     assert len(modules("gateway")) > 20
     assert len(modules("workers")) > 10
+    assert sum(says_that_it_is_pure(path) for _, path in modules("gateway", "workers")) > 30
