@@ -33,7 +33,7 @@ from placement.types import Device, ModelRequest, PlacedGroup, Plan, Snapshot
 
 _SEARCH_STEPS = 4000  # moves tried for one device, about 20 ms
 _EFFORT = 6_000_000  # devices looked at in all rounds
-_FILL_STEPS = 600_000  # sets of groups looked at on one device less
+_FILL_STEPS = 1_200_000  # sets of groups looked at on one device less
 
 
 def consolidate(snapshot: Snapshot, rounds: int | None = None, steps: int = _SEARCH_STEPS, effort: int = _EFFORT) -> Plan:

@@ -15,7 +15,7 @@ from placement.filling import Steps, fill
 from placement.types import Device, PlacedGroup, Snapshot
 
 _SETS = 96
-_SET_STEPS = 40_000  # of `filling`, for one set
+_SET_STEPS = (40_000, 400_000)  # of `filling`, for one set: first some for each, then, of what is left, more
 
 
 def on_fewer(snapshot: Snapshot, groups: tuple[PlacedGroup, ...], count: int, steps: Steps) -> tuple[PlacedGroup, ...] | None:
@@ -27,14 +27,15 @@ def on_fewer(snapshot: Snapshot, groups: tuple[PlacedGroup, ...], count: int, st
     models = {request.name: request for request in snapshot.models}
     total = sum(sum(group.bytes_per_rank) for group in groups)
     widest = max((group.tensor_parallel for group in groups), default=1)
-    for chosen in islice(_sets(snapshot.devices, count, total, widest), _SETS):
-        share = Steps(min(steps.left, _SET_STEPS))
-        before = share.left
-        found = fill(chosen, models, kinds, groups, share)
-        if found is not None:
-            return found
-        if not steps.take(before - share.left):
-            return None
+    for most in _SET_STEPS:
+        for chosen in islice(_sets(snapshot.devices, count, total, widest), _SETS):
+            share = Steps(min(steps.left, most))
+            before = share.left
+            found = fill(chosen, models, kinds, groups, share)
+            if found is not None:
+                return found
+            if not steps.take(before - share.left):
+                return None
     return None
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 from sites import GIB, model, node
 
+from placement import device_sets
 from placement.consolidation import devices_used
 from placement.device_sets import on_fewer
 from placement.filling import Steps, fill
@@ -28,6 +30,17 @@ def test_a_wide_group_goes_where_the_rest_fits_beside_it() -> None:
     assert found is not None
     assert devices_used(found) == 3
     assert next(group.ranks for group in found if group.model == "pair") == (2, 3)
+
+
+def test_what_is_left_of_the_effort_goes_to_a_longer_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = node("p", "n", 3, 13)
+    groups = tuple(_group(f"m{index}", (index % 3,), size) for index, size in enumerate((7, 6, 5, 4, 4)))
+    snapshot = Snapshot(devices, tuple(model(group.model, 1) for group in groups))
+    found = []
+    for shares in ((1,), (1, 10_000)):
+        monkeypatch.setattr(device_sets, "_SET_STEPS", shares)
+        found.append(on_fewer(snapshot, groups, 2, Steps(20_000)) is not None)
+    assert found == [False, True]
 
 
 def test_devices_are_filled_with_what_fits_them_best() -> None:
