@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from house import House, ray_processes
+from house import House
+
+from gateway.api.records import RankRecord
 
 pytestmark = pytest.mark.gpu
 
@@ -96,7 +97,7 @@ def test_a_parked_model_wakes_for_a_request(house: House) -> None:
     """Rule 3: the memory that a park frees is the card's own figure; a wake is measured by path."""
     before = house.status().pools[0].ranks[0]
     assert house.yard("park", "b", server=True).returncode == 0
-    house.wait_until("b is parked", lambda status: not of_b(status.pools[0].ranks[0]), 30)
+    house.wait_until("b is parked", lambda status: "weights" not in of_b(status.pools[0].ranks[0]), 30)
     weights = of_b(before)["weights"]
     assert weights > 200 * 2**20
     assert "Paris" in ask(house, "b")
@@ -107,17 +108,13 @@ def test_a_parked_model_wakes_for_a_request(house: House) -> None:
 
 def test_a_killed_driver_finds_its_models_in_memory_again(house: House) -> None:
     """Rule 11: ranks keep what they hold; nothing is read from disk again."""
-    [driver] = ray_processes(house, "ServeReplica:pool-card")
     incarnation = house.status().pools[0].incarnation
-    driver.kill()
+    psutil.Process(house.status().pools[0].pid).kill()
     took = house.wait_until(
         "the next driver", lambda status: bool(status.pools) and status.pools[0].incarnation != incarnation, 60
     )
     house.wait_ready("a", "b")
-    print(
-        f"another driver after {took:.1f} s",
-        json.dumps([list(event) for event in house.status().pools[0].totals][:2], default=str),
-    )
+    print(f"another driver after {took:.1f} s")
     assert house.status().pools[0].rank_restarts == 0
     assert "Paris" in ask(house, "a")
 
