@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import shutil
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from house import House
 from small_disk import small_disk
 from valkey_server import ValkeyServer
+
+from gateway.site.home import Home
 
 
 @pytest.fixture(scope="session")
@@ -31,6 +35,16 @@ def own_valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ValkeyServe
 def site() -> str:
     """A site name that nothing else uses."""
     return f"test-{uuid.uuid4().hex[:8]}"
+
+
+@pytest.fixture
+def made_home(tmp_path: Path) -> Iterator[Home]:
+    """Its directories exist, those outside of its own path too; they go with the test."""
+    home = Home(tmp_path / "home")
+    home.create()
+    yield home
+    for directory in (home.run_dir, home.shared_memory_dir):
+        shutil.rmtree(directory, ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -18,10 +18,9 @@ from gateway.site.state import SiteState
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[tuple[Home, subprocess.Popen[bytes]]]:
+def site(tmp_path: Path, made_home: Home) -> Iterator[tuple[Home, subprocess.Popen[bytes]]]:
     """A state file and processes with the names of Ray's, which only sleep."""
-    home = Home(tmp_path / "home")
-    home.create()
+    home = made_home
     for name in ("gcs_server", "raylet"):
         shutil.copy2(shutil.which("sleep") or "/bin/sleep", tmp_path / name)
     command = f"{tmp_path}/gcs_server 300 & {tmp_path}/raylet 300 & echo started; wait"

@@ -123,9 +123,8 @@ def test_a_ray_that_does_not_listen_is_named_at_once():
         preflight.check_ray("somewhere")
 
 
-def test_two_commands_do_not_start_or_stop_one_site_at_once(tmp_path: Path) -> None:
-    home = Home(tmp_path / "home")
-    home.create()
+def test_two_commands_do_not_start_or_stop_one_site_at_once(made_home: Home) -> None:
+    home = made_home
     with (
         home.held("try again"),
         pytest.raises(YardError, match="another yard command is starting or stopping the site"),

@@ -124,9 +124,8 @@ def test_a_site_that_needs_keys_comes_up_without_one() -> None:
         assert ask_canary(Closed(), "chat", board) is None  # type: ignore[arg-type]
 
 
-def test_a_site_whose_down_was_cut_short_is_not_taken_for_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    home = Home(tmp_path)
-    home.create()
+def test_a_site_whose_down_was_cut_short_is_not_taken_for_running(made_home: Home, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = made_home
     running = SiteState(site="s", site_dir="", phase="running", boot_id=state.boot_id(), owner=Mark(1, 0.0))
     state.save(home, running)
 

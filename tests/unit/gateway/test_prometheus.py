@@ -75,9 +75,8 @@ def test_a_site_with_tls_is_scraped_with_what_yard_trusts() -> None:
 
 
 @NEEDS_PROMETHEUS
-async def test_dashboards_up_scrapes_the_site_and_down_ends_it(lone: LoneGateway, tmp_path: Path) -> None:
-    home = Home(tmp_path / "home")
-    home.create()
+async def test_dashboards_up_scrapes_the_site_and_down_ends_it(lone: LoneGateway, made_home: Home) -> None:
+    home = made_home
     site = state(http_port=lone.servers.http_port)
     running = await asyncio.to_thread(dashboards.up, home, site, prometheus_port=free_port(), grafana_port=free_port())
     try:
