@@ -67,7 +67,7 @@ class PacedPool(PoolLinkServicer):
         add_PoolLinkServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
-        self._tasks = [asyncio.create_task(self._compute()), asyncio.create_task(self._beat(redis))]
+        self._tasks = [asyncio.create_task(work) for work in (self._compute(), beat(redis, self.name, self.model, self.port))]
 
     async def stop(self) -> None:
         await cancelled(self._tasks)
@@ -130,19 +130,17 @@ class PacedPool(PoolLinkServicer):
                     outstanding = sum(self._running.values()) + sum(entry[1].max_tokens for entry in self._waiting)
                     stream.frame.loads.add(model=self.model, outstanding_tokens=outstanding, running=running, waiting=waiting)
 
-    async def _beat(self, redis: Redis) -> None:
-        keys = Keys(SITE)
-        while True:
-            await redis.set(keys.pool(self.name), msgspec.json.encode(self._record()), px=int(HEARTBEAT_TTL_S * 1000))
-            await redis.sadd(keys.pools, self.name)
-            await redis.publish(keys.observed, f"pool:{self.name}")
-            await asyncio.sleep(1.0)
 
-    def _record(self) -> PoolRecord:
-        group = GroupRecord(self.model, 1, 0, (0,), 1, 1, "ready", context=CONTEXT)
-        return PoolRecord(
-            self.name, f"127.0.0.1:{self.port}", "1", "bench", os.getpid(), "cpu", 1, 1, time.time(), groups=(group,)
-        )
+async def beat(redis: Redis, pool: str, model: str, port: int) -> None:
+    """The heartbeats of a pool that has one model ready."""
+    keys = Keys(SITE)
+    group = GroupRecord(model, 1, 0, (0,), 1, 1, "ready", context=CONTEXT)
+    while True:
+        record = PoolRecord(pool, f"127.0.0.1:{port}", "1", "bench", os.getpid(), "cpu", 1, 1, time.time(), groups=(group,))
+        await redis.set(keys.pool(pool), msgspec.json.encode(record), px=int(HEARTBEAT_TTL_S * 1000))
+        await redis.sadd(keys.pools, pool)
+        await redis.publish(keys.observed, f"pool:{pool}")
+        await asyncio.sleep(1.0)
 
 
 @dataclass(eq=False)
@@ -216,8 +214,8 @@ class Site:
             port = probe.getsockname()[1]
         options = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(self._directory), "--appendonly", "yes", "--save", ""]
         self._valkey = await asyncio.create_subprocess_exec(str(get_binary_path()), *options, stdout=subprocess.DEVNULL)
-        url = f"redis://127.0.0.1:{port}/0"
-        self.redis = Redis.from_url(url)
+        self.redis_url = f"redis://127.0.0.1:{port}/0"
+        self.redis = Redis.from_url(self.redis_url)
         while True:
             with contextlib.suppress(RedisError):
                 await self.redis.ping()
@@ -226,7 +224,7 @@ class Site:
         for pool in self.pools:
             await pool.start(self.redis)
         for _ in range(self._count):
-            self.gateways.append(await GatewayProcess.start(url, self._directory))
+            self.gateways.append(await GatewayProcess.start(self.redis_url, self._directory))
 
     async def __aexit__(self, *_: object) -> None:
         for gateway in self.gateways:
@@ -240,31 +238,41 @@ class Site:
         await self._valkey.wait()
 
     async def apply(self, *documents: tuple[str, str, dict]) -> None:
-        objects = []
-        for kind, name, spec in documents:
-            manifest = {"apiVersion": "modelyard/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
-            objects.append(admin.Object(kind=kind, name=name, manifest_json=json.dumps(manifest)))
-        async with grpc.aio.insecure_channel(self.gateways[0].address) as channel:
-            await AdminStub(channel).Apply(admin.ApplyRequest(objects=objects, force=True), timeout=10)
+        await apply(self.gateways[0].address, *documents)
 
     async def until_answered(self, *names: str) -> None:
         """Every gateway can answer each of these names."""
         for gateway in self.gateways:
-            async with grpc.aio.insecure_channel(gateway.address) as channel:
-                for name in names:
-                    await self._until_answered(InferenceStub(channel), name)
+            await until_answered(gateway.address, *names)
 
-    async def _until_answered(self, stub: InferenceStub, name: str) -> None:
-        async with asyncio.timeout(30):
-            while True:
-                request = inference.GenerateRequest(model=name, prompt="x", max_tokens=1)
-                try:
-                    await stub.Generate(request, timeout=10, wait_for_ready=True)
-                    return
-                except grpc.aio.AioRpcError as error:
-                    if error.code() not in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE):
-                        raise
-                await asyncio.sleep(0.1)
+
+async def apply(address: str, *documents: tuple[str, str, dict]) -> None:
+    """Kind, name and spec of each."""
+    objects = []
+    for kind, name, spec in documents:
+        manifest = {"apiVersion": "modelyard/v1", "kind": kind, "metadata": {"name": name}, "spec": spec}
+        objects.append(admin.Object(kind=kind, name=name, manifest_json=json.dumps(manifest)))
+    async with grpc.aio.insecure_channel(address) as channel:
+        await AdminStub(channel).Apply(admin.ApplyRequest(objects=objects, force=True), timeout=10)
+
+
+async def until_answered(address: str, *names: str) -> None:
+    async with grpc.aio.insecure_channel(address) as channel:
+        for name in names:
+            await _until_answered(InferenceStub(channel), name)
+
+
+async def _until_answered(stub: InferenceStub, name: str) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            request = inference.GenerateRequest(model=name, prompt="x", max_tokens=1)
+            try:
+                await stub.Generate(request, timeout=10, wait_for_ready=True)
+                return
+            except grpc.aio.AioRpcError as error:
+                if error.code() not in (grpc.StatusCode.NOT_FOUND, grpc.StatusCode.UNAVAILABLE):
+                    raise
+            await asyncio.sleep(0.1)
 
 
 def tokenizer(directory: Path) -> None:
