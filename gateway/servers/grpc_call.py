@@ -53,6 +53,7 @@ class GrpcCall(Generic[Asked]):
     def __init__(self, path: GenerationPath, metrics: GatewayMetrics, surface: str, generation: Asked, context: Context) -> None:
         self._path = path
         self._context = context
+        self._writes = slow_reader.WriteWatch()
         self._error: YardError | None = YardError(ErrorCode.CANCELLED, "the client left")
         self.generation = generation
         self.first: Generation = generation.first if isinstance(generation, GenerationGroup) else generation
@@ -86,19 +87,22 @@ class GrpcCall(Generic[Asked]):
 
     async def write(self, chunk: Message) -> None:
         """Ends the call when the client does not read. Cancelled, because a status would wait behind what is not read."""
+        self._writes.begins()
         try:
-            async with asyncio.timeout(slow_reader.WRITE_S):
-                await self._context.write(chunk)
-        except TimeoutError as error:
-            self._error = slow_reader.gave_up()
-            log.warning("request %s: %s", self.first.request.request_id, self._error.message)
-            raise asyncio.CancelledError(self._error.message) from error
+            await self._context.write(chunk)
+        except asyncio.CancelledError:
+            if self._writes.gave_up:
+                self._error = slow_reader.gave_up()
+                log.warning("request %s: %s", self.first.request.request_id, self._error.message)
+            raise
+        self._writes.ends()
 
     async def abort(self, error: YardError) -> NoReturn:
         self._error = error
         await abort(self._context, error, degraded=self._path.view.degraded)
 
     def end(self) -> None:
+        self._writes.close()
         generation = self.generation
         finished = generation.done
         generation.close()

@@ -29,6 +29,7 @@ class Reply:
     def __init__(self, send: Send, request_id: str, path: GenerationPath) -> None:
         self._send = send
         self._path = path
+        self._writes = slow_reader.WriteWatch()
         self._begun = False
         self._headers = [(b"x-request-id", request_id.encode("latin-1", "replace"))]
 
@@ -64,11 +65,19 @@ class Reply:
 
     async def _write(self, raw: bytes, *, more: bool) -> None:
         """YardError(CANCELLED) when the client does not read; the connection is closed then."""
+        watch = self._writes
+        watch.begins()
         try:
-            async with asyncio.timeout(slow_reader.WRITE_S):
-                await self._send({"type": "http.response.body", "body": raw, "more_body": more})
-        except TimeoutError as error:
+            await self._send({"type": "http.response.body", "body": raw, "more_body": more})
+        except asyncio.CancelledError as error:
+            if not watch.gave_up or (task := asyncio.current_task()) is None:
+                raise
+            task.uncancel()
             raise slow_reader.gave_up() from error
+        finally:
+            watch.ends()
+            if not more:
+                watch.close()
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._begun = True

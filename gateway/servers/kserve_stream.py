@@ -39,6 +39,7 @@ class KserveStream:
         self._path = path
         self._metrics = metrics
         self._context = context
+        self._writes = slow_reader.WriteWatch()
         self._headers = headers(context)
         self._deadline = deadline(context)
         self._open: set[GenerationGroup] = set()
@@ -59,6 +60,7 @@ class KserveStream:
                 await self._write(response)
             await reader
         finally:
+            self._writes.close()
             self._left(None)
             await cancelled([reader, *self._running])
 
@@ -80,12 +82,14 @@ class KserveStream:
 
     async def _write(self, response: ModelStreamInferResponse) -> None:
         """Ends the call when the client does not read, as `GrpcCall.write` does."""
+        self._writes.begins()
         try:
-            async with asyncio.timeout(slow_reader.WRITE_S):
-                await self._context.write(response)
-        except TimeoutError as error:
-            log.warning("a stream of %d requests: %s", len(self._running), slow_reader.gave_up().message)
-            raise asyncio.CancelledError("the client does not read") from error
+            await self._context.write(response)
+        except asyncio.CancelledError:
+            if self._writes.gave_up:
+                log.warning("a stream of %d requests: %s", len(self._running), slow_reader.gave_up().message)
+            raise
+        self._writes.ends()
 
     async def _answer(self, asked: ModelInferRequest) -> None:
         meter = RequestMeter(self._metrics, SURFACE, asked.model_name)

@@ -77,3 +77,29 @@ async def test_a_stream_over_grpc_that_nobody_reads_ends(
         await answer_on_and_on(await pool.next(), ids_of(byte_level, "yes") * LONG)
         await until(lambda: lone.metrics.requests.labels("grpc", "m", "cancelled")._value.get() == 1)
         stream.cancel()
+
+
+async def test_only_a_write_that_takes_long_ends_its_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not many short ones, though one timer stands for all."""
+    monkeypatch.setattr(slow_reader, "WRITE_S", 0.5)
+    written: list[int] = []
+
+    async def stream() -> None:
+        watch = slow_reader.WriteWatch()
+        try:
+            for number in range(6):
+                watch.begins()
+                await asyncio.sleep(0.1)
+                watch.ends()
+                written.append(number)
+            watch.begins()
+            await asyncio.Event().wait()
+        finally:
+            assert watch.gave_up
+            watch.close()
+
+    task = asyncio.create_task(stream())
+    async with asyncio.timeout(10):
+        await asyncio.wait([task])
+    assert task.cancelled()
+    assert written == list(range(6))
