@@ -10,6 +10,7 @@ from pathlib import Path
 
 FILE_BYTES = 16 * 2**20
 FILES = 3
+LOOK_RECORDS = 64
 _LOGGERS = ("gateway", "workers")
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 
@@ -36,12 +37,22 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(fields, ensure_ascii=False, default=str)
 
 
+class _BoundedFile(RotatingFileHandler):
+    """Looks at its size now and then; the original formats each record a second time to do so."""
+
+    _records = 0
+
+    def shouldRollover(self, record: logging.LogRecord) -> bool:
+        self._records += 1
+        return self._records % LOOK_RECORDS == 0 and bool(super().shouldRollover(record))
+
+
 def install(run_dir: Path, process: str) -> Path:
     """Beside what the process logs already. The file has the process's name and is bounded; siblings on a node have their own."""
     directory = run_dir / "logs"
     directory.mkdir(parents=True, exist_ok=True)
     file = directory / f"{process}.jsonl"
-    handler = RotatingFileHandler(file, maxBytes=FILE_BYTES, backupCount=FILES - 1, encoding="utf-8", delay=True)
+    handler = _BoundedFile(file, maxBytes=FILE_BYTES, backupCount=FILES - 1, encoding="utf-8", delay=True)
     handler.setFormatter(JsonFormatter(process))
     for name in _LOGGERS:
         logger = logging.getLogger(name)

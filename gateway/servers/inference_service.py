@@ -13,7 +13,6 @@ from gateway.admission.caller import identify
 from gateway.api.errors import ErrorCode, YardError, invalid
 from gateway.api.proto.inference_pb2 import (
     ChatRequest,
-    Choice,
     DetokenizeRequest,
     DetokenizeResponse,
     Embedding,
@@ -97,13 +96,15 @@ class InferenceService(InferenceServicer):
                         if (whole := choices.setdefault(delta.index, delta)) is not delta:
                             whole.extend(delta)
                 news = await generation.receive()
-            return GenerateResponse(
+            response = GenerateResponse(
                 request_id=generation.request.request_id,
                 model=generation.model,
-                choices=[_choice(choices[index], generation.request) for index in sorted(choices)],
                 usage=_usage(generation),
                 created_unix=generation.created_unix,
             )
+            for index in sorted(choices):
+                _add(response, choices[index], generation.request)
+            return response
         except YardError as error:
             await call.abort(error)
         finally:
@@ -112,15 +113,16 @@ class InferenceService(InferenceServicer):
     async def _stream(self, request: GenerateRequest | ChatRequest, context: Context) -> None:
         call = await self._begin(request, context)
         try:
-            generation = call.generation
+            generation, asked = call.generation, call.generation.request
             news = await call.start()
             while news is not None:
-                chunk = GenerateChunk(request_id=generation.request.request_id, model=generation.model)
+                chunk = GenerateChunk(request_id=asked.request_id, model=generation.model)
                 if isinstance(news, Hold):
                     chunk.held.CopyFrom(Held(reason=news.reason, estimated_wait_ms=news.estimated_wait_ms))
                 else:
                     call.meter.text()
-                    chunk.choices.extend([_choice(delta, generation.request) for delta in news])
+                    for delta in news:
+                        _add(chunk, delta, asked)
                     if generation.done:
                         chunk.usage.CopyFrom(_usage(generation))
                 await call.write(chunk)
@@ -292,13 +294,15 @@ def _messages(messages: Sequence[Message]) -> list[dict[str, str]]:
     return [{"role": message.role, "content": message.content} for message in messages]
 
 
-def _choice(delta: ChoiceDelta, request: GenerationRequest) -> Choice:
-    choice = Choice(index=delta.index, text=delta.text, finish_reason=_FINISH[delta.finish_reason], stop_reason=delta.stop_reason)
+def _add(answer: GenerateChunk | GenerateResponse, delta: ChoiceDelta, request: GenerationRequest) -> None:
+    """In place: what each token of a stream goes through. A message made first and copied takes twice as long."""
+    choice = answer.choices.add(index=delta.index, text=delta.text)
+    if delta.finish_reason:
+        choice.finish_reason, choice.stop_reason = _FINISH[delta.finish_reason], delta.stop_reason
     if request.return_token_ids:
         choice.token_ids.extend(delta.token_ids)
     if delta.logprobs:
         choice.logprobs.extend(map(_logprob, delta.logprobs))
-    return choice
 
 
 def _logprob(logprob: TokenLogprob) -> TokenLogprobMessage:
