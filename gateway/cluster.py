@@ -13,7 +13,7 @@ from ray.serve import Application
 
 from gateway.api.errors import invalid
 from gateway.api.runtime import Runtime, TlsFiles
-from gateway.apps import GatewayReplica, controller_app
+from gateway.apps import GATEWAY_ACTOR, GatewayReplica, controller_app
 
 GATEWAY_RESOURCE = "modelyard_gateway"
 """Of the Ray nodes to which clients are led; gateways run nowhere else."""
@@ -26,7 +26,7 @@ class Replicas(msgspec.Struct, frozen=True):
 def gateway(args: Mapping[str, object]) -> Application:
     """`args`: `replicas`."""
     replicas = msgspec.convert(dict(args), Replicas).replicas
-    where = {"num_cpus": 0, "resources": {GATEWAY_RESOURCE: 0.001}}
+    where = {**GATEWAY_ACTOR, "resources": {GATEWAY_RESOURCE: 0.001}}
     return GatewayReplica.options(num_replicas=replicas, ray_actor_options=where).bind(runtime(os.environ))
 
 

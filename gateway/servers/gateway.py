@@ -22,7 +22,7 @@ from gateway.api.records import HEARTBEAT_S, HEARTBEAT_TTL_S, GatewayRecord
 from gateway.api.runtime import Runtime
 from gateway.api.tasks import cancelled
 from gateway.link.link_set import LinkSet
-from gateway.servers import ports
+from gateway.servers import grpc_poller, ports
 from gateway.servers.admin_guard import AdminAccess
 from gateway.servers.admin_service import AdminService
 from gateway.servers.capacity import Capacity
@@ -105,6 +105,7 @@ class Gateway:
             admin,
             self._runtime.secret,
         )
+        grpc_poller.yield_to_loop()
         self._spawn(SiteFeed(self.view, self._store).run(), "site-feed")
         self._spawn(self._quotas.run(), "quotas")
         self._spawn(self._heartbeat(), HEARTBEAT)
