@@ -80,9 +80,10 @@ class _Replica:
 @serve.deployment(name="gateway", max_surge_percent=100, **{**_REPLICA, "ray_actor_options": GATEWAY_ACTOR})
 class GatewayReplica(_Replica):
     async def __init__(self, runtime: Runtime) -> None:
+        from gateway.ray_metrics import RayMetrics
         from gateway.servers.gateway import Gateway
 
-        await self._start(Gateway(runtime))
+        await self._start(Gateway(runtime, export=RayMetrics().run))
 
 
 @serve.deployment(name="controller", num_replicas=1, **_REPLICA)

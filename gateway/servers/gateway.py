@@ -10,9 +10,11 @@ import random
 import socket
 import time
 import uuid
+from collections.abc import Callable, Coroutine, Iterable
 from pathlib import Path
 
 import msgspec
+from prometheus_client.core import Metric
 
 from gateway import drain
 from gateway.admission.quotas import Quotas
@@ -54,6 +56,8 @@ DRAIN_S = 25.0
 TELL_S = 1.0
 HEARTBEAT = "heartbeat"
 
+Export = Callable[[Callable[[], Iterable[Metric]]], Coroutine[None, None, None]]
+
 
 class Gateway:
     """Follows the site's state, keeps a link to every pool, and serves the public surfaces.
@@ -62,7 +66,8 @@ class Gateway:
     not ready. All of it runs in the loop that calls `start`.
     """
 
-    def __init__(self, runtime: Runtime, *, load_text: Loader | None = None) -> None:
+    def __init__(self, runtime: Runtime, *, load_text: Loader | None = None, export: Export | None = None) -> None:
+        """`export` is given what `/metrics` shows of this gateway and of the pools, to hand it on for as long as it runs."""
         self._runtime = runtime
         self._id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._tasks: list[asyncio.Task[None]] = []
@@ -76,6 +81,7 @@ class Gateway:
         self._metrics.queued.set_function(lambda: float(self._path.gate.waiting))
         self._node_metrics = NodeMetrics(Path(runtime.run_dir), self._metrics.registry, self._metrics.shared)
         self._metrics.exposition = self._node_metrics.text
+        self._export = export
         self._path.shadows.outcomes = self._metrics.shadows
         self._health = HealthService(self._path, (INFERENCE_NAME, KSERVE_NAME, ADMIN_NAME))
         self.servers = PublicServers(
@@ -110,6 +116,8 @@ class Gateway:
         self._spawn(self._quotas.run(), "quotas")
         self._spawn(self._heartbeat(), HEARTBEAT)
         self._spawn(self._accept_when_synced(), "first-snapshot")
+        if self._export is not None:
+            self._spawn(self._export(self._node_metrics.families), "metrics-export")
         host = self.servers.host
         log.info("gateway %s: gRPC on %s:%d, HTTP on %s:%d", self._id, host, self.grpc_port, host, self.http_port)
 

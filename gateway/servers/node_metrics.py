@@ -56,8 +56,16 @@ class NodeMetrics:
         siblings = await asyncio.gather(*(_ask(port) for port in self._siblings()))
         return joined([self._mine(), *siblings]) + generate_latest(self._shared)
 
+    def families(self) -> Iterator[Metric]:
+        """What this gateway counts, and what all say alike, without the siblings."""
+        yield from self._labelled().collect()
+        yield from self._shared.collect()
+
+    def _labelled(self) -> _Labelled:
+        return _Labelled(self._own, "gateway", str(self.place))
+
     def _mine(self) -> bytes:
-        return generate_latest(_Labelled(self._own, "gateway", str(self.place)))  # type: ignore[arg-type]
+        return generate_latest(self._labelled())  # type: ignore[arg-type]
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):

@@ -80,6 +80,22 @@ def test_what_the_pool_holds_is_visible_in_ray(house: House) -> None:
     assert {"gateway", "controller", "pool-local"} <= set(applications)
 
 
+def test_ray_metrics_agent_has_the_gateways_series(house: House) -> None:
+    """The same numbers that `/metrics` shows, at the port that Ray names for Prometheus."""
+    import httpx
+
+    targets = json.loads((house.home.run_dir / "ray" / "prom_metrics_service_discovery.json").read_text())
+    addresses = [address for target in targets for address in target["targets"]]
+    deadline = time.monotonic() + 60
+    text = ""
+    while "ray_modelyard_pool_capacity_bytes" not in text:
+        assert time.monotonic() < deadline, f"no series of Modelyard at {addresses}"
+        time.sleep(0.5)
+        text = "".join(httpx.get(f"http://{address}/metrics", timeout=10).text for address in addresses)
+    [line, *_] = [line for line in text.splitlines() if line.startswith("ray_modelyard_requests_total{")]
+    assert 'gateway="' in line
+
+
 def test_a_client_that_leaves_stops_the_generation_within_a_step(house: House) -> None:
     """Rule 10."""
     channel, stub = house.inference()

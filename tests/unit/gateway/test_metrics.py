@@ -6,10 +6,12 @@ import contextlib
 from pathlib import Path
 
 import httpx
+import pytest
 from lone_gateway import LoneGateway, ids_of
 from prometheus_client.parser import text_string_to_metric_families
 from scripted_pool import ScriptedPool
 
+from gateway import ray_metrics
 from gateway.api.buckets import SWITCH_BOUNDS_S, Buckets, cumulative
 from gateway.api.records import ModelTotals, RankRecord, SwitchRecord
 from gateway.servers.metrics import GatewayMetrics
@@ -129,3 +131,36 @@ async def test_one_scrape_shows_all_gateways_of_a_node(tmp_path: Path) -> None:
 
 def test_counts_of_an_older_driver_read_as_zeros() -> None:
     assert cumulative(()) == [*((repr(bound), 0.0) for bound in SWITCH_BOUNDS_S), ("+Inf", 0.0)]
+
+
+class Series:
+    """Ray's gauge, of which the process has none without Ray."""
+
+    def __init__(self, name: str, description: str, tag_keys: tuple[str, ...]) -> None:
+        self.name = name
+        self.tag_keys = tag_keys
+        self.values: dict[frozenset[tuple[str, str]], float] = {}
+
+    def set(self, value: float, tags: dict[str, str]) -> None:
+        assert set(tags) == set(self.tag_keys)
+        self.values[frozenset(tags.items())] = value
+
+
+async def test_ray_is_given_the_same_samples(
+    lone: LoneGateway, pool: ScriptedPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in a registry no more is zero in Ray, which forgets nothing."""
+    made: list[Series] = []
+    monkeypatch.setattr(ray_metrics, "Gauge", lambda *arguments: made.append(Series(*arguments)) or made[-1])
+    lone.observe(pool, extra={"ranks": (RankRecord(index=0, node="n", pid=1, device="cpu", capacity_bytes=5),)})
+    lone.metrics.requests.labels("grpc", "m", "ok").inc(3)
+    node = NodeMetrics(tmp_path, lone.metrics.registry, lone.metrics.shared)
+    bridge = ray_metrics.RayMetrics()
+    bridge.export(node.families())
+    shown = {(series.name, labels): number for series in made for labels, number in series.values.items()}
+    assert shown == {key: number for key, number in read((await node.text()).decode()).items() if "_created" not in key[0]}
+    assert value(shown, "modelyard_requests_total", gateway="0", route="m") == 3
+    lone.forget(pool)
+    bridge.export(node.families())
+    [capacity] = [series for series in made if series.name == "modelyard_pool_capacity_bytes"]
+    assert list(capacity.values.values()) == [0.0]
