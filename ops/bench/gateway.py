@@ -168,6 +168,7 @@ def write(ways: dict[str, Any], load_average: float) -> None:
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
         "load_average_1m_before": round(load_average, 2),
+        "load_average_1m_after": round(os.getloadavg()[0], 2),
         "ways": ways,
     }
     RESULTS.mkdir(exist_ok=True)
