@@ -9,6 +9,7 @@ from gateway.api.proto.pool_pb2 import Logprob
 from gateway.servers.request import GenerationRequest
 from gateway.text.model_text import ModelText
 from gateway.text.stop_strings import StopStringMatcher
+from gateway.text.tool_calls import CallDelta
 
 
 @dataclass(slots=True)
@@ -32,11 +33,13 @@ class ChoiceDelta:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: str = ""
     stop_reason: str = ""
+    calls: tuple[CallDelta, ...] = ()  # of functions, where the client offers some; `finish_reason` is tool_calls then
 
     def extend(self, later: ChoiceDelta) -> None:
         self.text += later.text
         self.token_ids += later.token_ids
         self.logprobs += later.logprobs
+        self.calls += later.calls
         self.finish_reason = later.finish_reason
         self.stop_reason = later.stop_reason
 

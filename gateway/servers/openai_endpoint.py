@@ -87,7 +87,7 @@ class GenerationEndpoint:
         while news is not None:
             if not isinstance(news, Hold):
                 meter.text()
-                for delta in news:
+                for delta in _read(request, news):
                     if (whole := choices.setdefault(delta.index, delta)) is not delta:
                         whole.extend(delta)
             news = await group.receive()
@@ -116,7 +116,7 @@ class GenerationEndpoint:
             else:
                 meter.text()
                 events = []
-                for delta in news:
+                for delta in _read(request, news):
                     if echoed is not None and delta.index not in echoed:
                         echoed.add(delta.index)
                         delta.text = await self._echo(request, group, delta.index) + delta.text
@@ -124,7 +124,8 @@ class GenerationEndpoint:
                     if request.continuous_usage:
                         chunk["usage"] = usage_body(group.usage)
                     events.append(event(chunk))
-                await reply.events(b"".join(events))
+                if events:
+                    await reply.events(b"".join(events))
             news = await group.receive()
         last = event({**head, "choices": [], "usage": usage_body(group.usage)}) if request.include_usage else b""
         await reply.events(last + b"data: [DONE]\n\n", more=False)
@@ -176,6 +177,10 @@ def _deadline(headers: Headers) -> float | None:
             TIMEOUT_HEADER,
         )
     return asyncio.get_running_loop().time() + int(value) / 1000
+
+
+def _read(request: ApiRequest, news: list[ChoiceDelta]) -> list[ChoiceDelta]:
+    return request.tools.read(news) if request.tools is not None else news
 
 
 def _format(request: ApiRequest) -> ChatFormat | CompletionFormat:

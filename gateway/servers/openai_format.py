@@ -8,6 +8,7 @@ from typing import Any
 from gateway.api.errors import ErrorCode, YardError
 from gateway.servers.choice_stream import ChoiceDelta, TokenLogprob
 from gateway.servers.generation import Usage
+from gateway.text.tool_calls import CallDelta
 
 _ERRORS: dict[ErrorCode, tuple[str, str | None]] = {
     # code -> OpenAI's type and code
@@ -51,9 +52,12 @@ class ChatFormat:
         self._begun: set[int] = set()
 
     def whole(self, delta: ChoiceDelta, wants_logprobs: bool) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        if delta.calls:
+            message |= {"content": delta.text or None, "tool_calls": _whole_calls(delta.calls)}
         return {
             "index": delta.index,
-            "message": {"role": "assistant", "content": delta.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(delta.logprobs) if wants_logprobs else None,
             "finish_reason": _finish(delta),
         }
@@ -62,7 +66,9 @@ class ChatFormat:
         content: dict[str, Any] = {"content": delta.text} if delta.text else {}
         if delta.index not in self._begun:
             self._begun.add(delta.index)
-            content = {"role": "assistant", "content": delta.text}
+            content = {"role": "assistant", "content": delta.text or None if delta.calls else delta.text}
+        if delta.calls:
+            content["tool_calls"] = [_call_delta(call) for call in delta.calls]
         return {
             "index": delta.index,
             "delta": content,
@@ -113,6 +119,27 @@ class CompletionFormat:
             ],
             "text_offset": [logprob.offset for logprob in delta.logprobs],
         }
+
+
+def _call_delta(call: CallDelta) -> dict[str, Any]:
+    if not call.id:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": call.id, "type": "function", "function": function}
+
+
+def _whole_calls(deltas: Sequence[CallDelta]) -> list[dict[str, Any]]:
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        if delta.id:
+            calls[delta.index] = {
+                "id": delta.id,
+                "type": "function",
+                "function": {"name": delta.name, "arguments": delta.arguments},
+            }
+        else:
+            calls[delta.index]["function"]["arguments"] += delta.arguments
+    return list(calls.values())
 
 
 def _token(logprob: TokenLogprob) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import msgspec
 from gateway.api.errors import invalid
 from gateway.api.nesting import within
 from gateway.servers.openai_response_format import json_schema_of, schema_field
+from gateway.servers.openai_tools import ToolUse, check_calls, use_tools
 from gateway.servers.request import MAX_MESSAGES, MAX_STOP_STRINGS, GenerationRequest, Sampling, too_many
 
 MAX_PROMPTS = 64
@@ -21,7 +22,6 @@ COMPLETION_MAX_TOKENS = 16  # what OpenAI's /v1/completions takes when max_token
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     # field -> the values that ask for nothing we lack
     "logit_bias": ({},),
-    "tools": ([],),
     "functions": ([],),
     "modalities": (["text"], []),
     "suffix": ("",),
@@ -45,6 +45,7 @@ class ApiRequest:
     echo: bool
     request_id: str
     prompts: list[str | list[int]] = field(default_factory=list)
+    tools: ToolUse | None = None
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
@@ -75,11 +76,16 @@ def chat_request(body: dict[str, Any], request_id: str, deadline: float | None, 
         raise invalid("top_logprobs needs logprobs: true", "top_logprobs")
     generation.logprobs = (top_logprobs or 0) if wants_logprobs else None
     generation.names |= {"max_tokens": limit, "logprobs": "top_logprobs"}
-    return _api_request(fields, True, [generation], request_id)
+    tools = use_tools(body, generation)
+    request = _api_request(fields, True, [generation], request_id)
+    request.tools = tools
+    return request
 
 
 def completion_request(body: dict[str, Any], request_id: str, deadline: float | None, traceparent: str) -> ApiRequest:
     fields = _Fields(body)
+    if body.get("tools"):
+        raise invalid("tools are offered in chats: ask /v1/chat/completions", "tools")
     prompts = read_prompts(body.get("prompt"), "prompt", MAX_PROMPTS)
     generations = []
     for prompt in prompts:
@@ -265,6 +271,7 @@ def _message(message: Any, name: str) -> dict[str, Any]:
         raise invalid(f"{name}.role must be system, user, assistant or tool", f"{name}.role")
     if not within(message, MAX_MESSAGE_DEPTH):
         raise invalid(f"{name} is nested more than {MAX_MESSAGE_DEPTH} levels deep", name)
+    check_calls(message, name)
     return {**message, "role": role, "content": _content(message.get("content"), f"{name}.content")}
 
 

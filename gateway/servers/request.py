@@ -47,7 +47,8 @@ class GenerationRequest:
     prompt: str | None = None
     prompt_ids: Sequence[int] | None = None
     messages: Sequence[dict[str, Any]] | None = None
-    tools: Sequence[dict[str, Any]] | None = None
+    tools: Sequence[dict[str, Any]] | None = None  # functions that the model may call, as OpenAI writes them
+    begin_with: str = ""  # what the answer begins with; the model goes on from there, and clients do not get it
     add_special_tokens: bool = True
     max_tokens: int | None = None
     sampling: Sampling = field(default_factory=Sampling)
@@ -166,10 +167,13 @@ def check_kind(request: GenerationRequest, *, embeds: bool) -> None:
 
 
 def check_constraint(request: GenerationRequest, spec: ModelSpec) -> None:
-    """What can be said of a JSON schema before it is compiled."""
-    name = request.named("json_schema")
+    """What can be said of a JSON schema, and of functions, before a model is asked."""
+    if request.tools and not spec.is_managed:
+        text = f"tools are not offered to servers that run elsewhere (model `{request.model}`): ask it itself, or another model"
+        raise YardError(ErrorCode.UNIMPLEMENTED, text, field="tools")
     if not request.json_schema:
         return
+    name = request.names.get("constraint") or request.named("json_schema")
     if request.embed or not spec.is_managed or spec.engine != "torch":
         what = "embeddings" if request.embed else f"engine `{spec.engine}`" if spec.is_managed else "servers that run elsewhere"
         text = f"{name} is not supported by {what} (model `{request.model}`); leave it out, or ask a model of engine `torch`"
@@ -177,6 +181,7 @@ def check_constraint(request: GenerationRequest, spec: ModelSpec) -> None:
     if request.ignore_eos:
         raise invalid(f"ignore_eos and {name} exclude each other: the answer ends where its JSON ends", "ignore_eos")
     if len(request.json_schema) > MAX_SCHEMA_CHARACTERS:
+        name = request.named("json_schema")
         raise invalid(f"{name} has a schema of more than {MAX_SCHEMA_CHARACTERS} characters", name)
 
 

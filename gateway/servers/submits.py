@@ -20,7 +20,7 @@ async def prompt_tokens(request: GenerationRequest, text: ModelText, context: in
         return list(request.prompt_ids)
     if request.messages is not None:
         check_length(request, sum(len(message["content"]) for message in request.messages), context * text.longest_token)
-        chat = text.render_chat(request.messages, tools=request.tools)
+        chat = text.render_chat(request.messages, tools=request.tools, begin_with=request.begin_with)
         check_length(request, len(chat.text), context * text.longest_token)
         return await text.encode_chat(chat)
     prompt = request.prompt or ""

@@ -18,6 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from gateway.api.errors import YardError, invalid
+from gateway.text.tool_prompt import writes_calls
 
 
 class _GenerationBlock(Extension):
@@ -62,6 +63,7 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: dict[str, str], *, model: str) -> None:
         self._model = model
         self._special_tokens = special_tokens
+        self.writes_calls = writes_calls(source)
         try:
             self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:

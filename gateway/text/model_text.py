@@ -17,6 +17,7 @@ from gateway.text.detokenizer import ByteDetokenizer, Detokenizer, RingDetokeniz
 from gateway.text.literal_specials import LiteralSpecials
 from gateway.text.schema_check import SchemaCheck
 from gateway.text.token_bytes import token_bytes
+from gateway.text.tool_prompt import in_text, with_objects
 
 # Tokenizing runs at some 2-5 MB/s; up to this many characters it costs the event loop less than a hop to a thread.
 INLINE_CHARACTERS = 4096
@@ -94,14 +95,22 @@ class ModelText:
             return await self.encode(prompt.text, add_special_tokens=False)
         return await asyncio.to_thread(self._specials.encode, prompt.text, prompt.mark)
 
-    def render_chat(self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] | None = None) -> ChatPrompt:
+    def render_chat(
+        self, messages: Sequence[dict[str, Any]], *, tools: Sequence[dict[str, Any]] | None = None, begin_with: str = ""
+    ) -> ChatPrompt:
+        """`begin_with`: what the answer begins with."""
         if self._template is None:
             raise invalid(
                 f"model `{self.model}` has no chat template: set spec.chat_template in its manifest, or send a plain prompt",
                 field="messages",
             )
+        if tools or any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+            if self._template.writes_calls:
+                messages = with_objects(messages)
+            else:
+                messages, tools = in_text(messages, tools), None
         (messages, tools), mark = self._specials.marked([messages, tools])
-        return ChatPrompt(self._template.render(messages, tools=tools), mark)
+        return ChatPrompt(self._template.render(messages, tools=tools) + begin_with, mark)
 
     def detokenizer(self, prompt_ids: Sequence[int]) -> Detokenizer:
         """For one answer that continues `prompt_ids`."""

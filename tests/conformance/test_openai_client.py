@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import openai
 import pytest
@@ -127,3 +128,40 @@ def test_any_json_object(client: openai.OpenAI) -> None:
     text = choice.message.content or ""
     assert text.startswith("{")
     assert choice.finish_reason == "length" or isinstance(json.loads(text), dict)
+
+
+def test_calls_of_functions(client: openai.OpenAI) -> None:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "unit": {"$ref": "#/$defs/unit"}},
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+        "$defs": {"unit": {"enum": ["celsius", "fahrenheit"]}},
+    }
+    asked: Any = {
+        "model": "smollm2",
+        "messages": [{"role": "user", "content": "What is the weather in Paris?"}],
+        "tools": [
+            {"type": "function", "function": {"name": "get_time", "parameters": {"type": "object", "properties": {}}}},
+            {"type": "function", "function": {"name": "get_weather", "description": "In a city.", "parameters": parameters}},
+        ],
+        "tool_choice": {"type": "function", "function": {"name": "get_weather"}},
+        "temperature": 0,
+        "max_tokens": 64,
+    }
+    choice = client.chat.completions.create(**asked).choices[0]
+    call = (choice.message.tool_calls or [])[0]
+    assert call.type == "function"
+    assert (choice.finish_reason, call.function.name) == ("tool_calls", "get_weather")
+    arguments = json.loads(call.function.arguments)
+    assert arguments.keys() == {"city", "unit"}
+    assert arguments["unit"] in ("celsius", "fahrenheit")
+    streamed = ""
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for delta in chunk.choices[0].delta.tool_calls or ():
+            assert delta.function is not None
+            streamed += delta.function.arguments or ""
+    assert streamed == call.function.arguments
+    told = [*asked["messages"], choice.message, {"role": "tool", "tool_call_id": call.id, "content": "18 degrees, sunny"}]
+    answer = client.chat.completions.create(**{**asked, "messages": told, "tool_choice": "auto"}).choices[0]
+    assert answer.message.content or answer.message.tool_calls

@@ -154,7 +154,7 @@ async def test_logprobs_in_both_formats(client: openai.AsyncOpenAI, pool: Script
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"presence_penalty": 2.5}, "presence_penalty"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": "f"}, "tools"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"messages": []}, "messages"),
