@@ -8,7 +8,7 @@ import secrets
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -110,7 +110,7 @@ general_settings: {{dangerously_permit_weak_or_unset_master_key: true}}  # as th
 
         yield Way(all_of_it, url=url)
     finally:
-        if process.returncode is None:
+        with suppress(ProcessLookupError):
             process.kill()  # asked to end, it first waits for its clients
         await process.wait()
 
