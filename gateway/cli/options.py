@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway.api.errors import invalid
+from gateway.api.errors import invalid, unavailable
 from gateway.cli.api_key import api_key
 
 if TYPE_CHECKING:
@@ -38,7 +38,10 @@ ForceOption = Annotated[bool, typer.Option("--force", help="Skip the safety chec
 
 
 def connect(server: str | None) -> SiteClient:
-    """A client of `server`; of the site that runs in this home when none is named, with its secret."""
+    """A client of `server`; of the site that runs in this home when none is named, with its secret.
+
+    YardError when that site is down: whoever listens where it did, or at the default address, is another one.
+    """
     from gateway.site import state
     from gateway.site.client import SiteClient
     from gateway.site.client_tls import of_environment
@@ -48,6 +51,10 @@ def connect(server: str | None) -> SiteClient:
     local = state.load(home)
     if local is not None and server in (None, local.grpc_address):
         return SiteClient(local.grpc_address, home.secrets().site, tls=local.tls, api_key=api_key())
+    if server is None and (stopped := home.last_site()):
+        raise unavailable(
+            f"site {stopped} is down; start it with `yard up`, or name another site's gateway with --server HOST:PORT"
+        )
     return SiteClient(server or DEFAULT_SERVER, tls=of_environment(), api_key=api_key())
 
 

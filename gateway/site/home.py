@@ -80,6 +80,13 @@ class Home:
     def ray_token_file(self) -> Path:
         return self.path / "ray_token"
 
+    def last_site(self) -> str:
+        """The site that `yard down` stopped last in this home; empty when none was."""
+        try:
+            return self.last_site_file.read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return ""
+
     @property
     def run_dir(self) -> Path:
         """Short, so that the Unix sockets below it stay under the 107 bytes the kernel allows."""

@@ -44,7 +44,10 @@ def summarize(status: SiteStatus, also: Sequence[str] = ()) -> Summary:
             wanted = min(wanted, scaling.get("min_replicas", 1))
         ready = [group for group in groups if group.model == model.name and group.state in ("ready", "parked")]
         if len(ready) < wanted:
-            problems.append(f"model {model.name} has {len(ready)} of {wanted} groups ready")
+            reasons = [group.reason for group in groups if group.model == model.name and group.reason and group not in ready]
+            reasons += status.controller.unplaced.get(model.name, ()) if status.controller else ()
+            why = f": {reasons[0]}" if reasons else ""
+            problems.append(f"model {model.name} has {len(ready)} of {wanted} groups ready{why}")
         elif sum(group.generation >= model.generation for group in ready) < wanted:
             problems.append(f"model {model.name} still serves an older generation than {model.generation}")
     problems += [f"route {route.name} cannot answer" for route in status.routes if not route.ready]

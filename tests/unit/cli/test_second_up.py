@@ -113,6 +113,16 @@ def test_status_of_a_stopped_site_says_that_it_is_down(tmp_path: Path) -> None:
     assert result.exception.message == "site quick is down; start it with `yard up`"
 
 
+def test_commands_of_a_stopped_site_ask_no_other_that_listens_at_the_usual_address(tmp_path: Path) -> None:
+    Home(tmp_path).last_site_file.write_text("quick")
+    with socket.create_server(("127.0.0.1", 0)) as other, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "DEFAULT_SERVER", f"127.0.0.1:{other.getsockname()[1]}")
+        for words in (["status"], ["ps"], ["delete", "model", "m"], ["run", "chat", "Hello"]):
+            result = CliRunner().invoke(app, words, env={"MODELYARD_HOME": str(tmp_path), "MODELYARD_SERVER": ""})
+            assert isinstance(result.exception, YardError), words
+            assert result.exception.message.startswith("site quick is down; start it with `yard up`"), words
+
+
 def test_a_site_that_needs_keys_comes_up_without_one() -> None:
     """Else the first tenant with keys would be the last thing that its ops can do."""
 
