@@ -5,17 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gateway.api.errors import invalid
-
 if TYPE_CHECKING:
     from placement.outcome import Outcome
 
 
 def draw(outcome: Outcome, title: str, file: Path) -> None:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise invalid("a chart needs matplotlib: `.venv/bin/pip install -e '.[chart]'`, or leave --chart out") from error
+    from matplotlib.figure import Figure
+
     times = [sample.time_s for sample in outcome.samples]
     figure = Figure(figsize=(10, 8), layout="constrained")
     memory, switches, slo = figure.subplots(3, 1, sharex=True)

@@ -82,9 +82,10 @@ def stress(
 
 
 def _run(plan: Plan, target: str | None, slo: Slo, plot: Path | None, json_file: Path | None, output: Output) -> dict[str, int]:
-    from gateway.cli import printing
+    from gateway.cli import pictures, printing
     from gateway.load.report import lines, report
 
+    pictures.check("--plot", plot)
     outcomes, elapsed_s = asyncio.run(_drive(plan, target))
     summary = {
         "model": plan.model,
@@ -93,6 +94,11 @@ def _run(plan: Plan, target: str | None, slo: Slo, plot: Path | None, json_file:
         "concurrency": plan.concurrency,
         **report(outcomes, elapsed_s, slo),
     }
+    if output is not Output.table:
+        printing.document(summary, output)
+    else:
+        for line in lines(summary):
+            typer.echo(line)
     if json_file is not None:
         json_file.write_text(json.dumps(summary, indent=1) + "\n")
     if plot is not None:
@@ -100,15 +106,11 @@ def _run(plan: Plan, target: str | None, slo: Slo, plot: Path | None, json_file:
 
         title = f"{plan.model}: {plan.input_tokens} in, {plan.output_tokens} out, {plan.concurrency} at once"
         draw(outcomes, elapsed_s, title, plot)
-    if output is not Output.table:
-        printing.document(summary, output)
-    else:
-        for line in lines(summary):
-            typer.echo(line)
     return summary["errors"]
 
 
 async def _drive(plan: Plan, target: str | None) -> tuple[list[Outcome], float]:
+    from gateway.cli import load_progress
     from gateway.cli.api_key import api_key
     from gateway.cli.options import DEFAULT_SERVER
     from gateway.load.drive import run
@@ -123,6 +125,7 @@ async def _drive(plan: Plan, target: str | None) -> tuple[list[Outcome], float]:
     there = target_of(url, tls, api_key())
     try:
         await check(there, plan.model)
-        return await run(plan, there)
+        async with load_progress.shown(plan) as progress:
+            return await run(plan, there, progress)
     finally:
         await there.close()

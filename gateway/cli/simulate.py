@@ -66,10 +66,12 @@ def simulate(
     output: OutputOption = Output.table,
 ) -> None:
     """Replay arrivals through a site's placement, residency and queues, with a cost model for the work. Starts nothing."""
+    from gateway.cli import pictures
     from gateway.cli.simulated_site import queue_of, read_site
     from placement.simulation import Settings
     from placement.types import Slo
 
+    pictures.check("--chart", chart)
     snapshot = read_site([Path(each) for each in site], _cache_dir(), gpu)
     names = model or [request.name for request in snapshot.models]
     if generate is not None:
@@ -95,11 +97,11 @@ def simulate(
         show_capacity(capacities(snapshot, arrivals, target / 100, queue_of, settings), target / 100, output)
         return
     outcome, spent_s, refusals = _run(snapshot, arrivals, settings)
+    show(outcome, spent_s, refusals, output)
     if chart is not None:
         from gateway.cli.chart import draw
 
         draw(outcome, f"{len(arrivals)} requests, {outcome.within_slo:.1%} within their SLO", chart)
-    show(outcome, spent_s, refusals, output)
 
 
 def _run(snapshot: Snapshot, arrivals: Sequence[Arrival], settings: Settings) -> tuple[Outcome, float, dict[str, str]]:

@@ -30,8 +30,8 @@ class Plan:
 
 
 async def run(plan: Plan, target: Target, progress: Callable[[int], None] = lambda done: None) -> tuple[list[Outcome], float]:
-    """The outcomes in the order in which they began, and how long it took."""
-    began = time.perf_counter()
+    """The outcomes in the order in which they began, and how long it took. `progress` is told how many have ended."""
+    began, ended = time.perf_counter(), 0
     outcomes: list[Outcome] = []
     rng = random.Random(plan.seed)
 
@@ -41,6 +41,7 @@ async def run(plan: Plan, target: Target, progress: Callable[[int], None] = lamb
         return plan.duration_s is None or time.perf_counter() - began < plan.duration_s
 
     async def client() -> None:
+        nonlocal ended
         while goes_on():
             outcome = Outcome(time.perf_counter() - began)
             outcomes.append(outcome)
@@ -48,7 +49,8 @@ async def run(plan: Plan, target: Target, progress: Callable[[int], None] = lamb
             sizes = (max(int(plan.input_tokens * share), 1), max(int(plan.output_tokens * share), 1))
             leaves = plan.cancel_one_in and rng.randrange(plan.cancel_one_in) == 0
             await _ask(plan.model, target, sizes, outcome, rng, rng.uniform(0.01, 0.5) if leaves else None)
-            progress(len(outcomes))
+            ended += 1
+            progress(ended)
             if outcome.error:
                 await asyncio.sleep(0.05)  # what refuses at once is not asked ten thousand times a second
 

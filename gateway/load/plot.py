@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from gateway.api.errors import invalid
 from gateway.load.report import Outcome, by_second
 
 
 def plot(outcomes: Sequence[Outcome], elapsed_s: float, title: str, file: Path) -> None:
-    """A PNG. YardError without matplotlib (extra `chart`)."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise invalid("a plot needs matplotlib: `.venv/bin/pip install -e '.[chart]'`, or leave --plot out") from None
+    """A PNG, by matplotlib (extra `chart`)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(10, 7), layout="constrained")
     FigureCanvasAgg(figure)
     times, speed = figure.subplots(2, 1)

@@ -90,6 +90,17 @@ def test_a_chart_is_a_png(tmp_path: Path) -> None:
     assert file.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
 
 
+@pytest.mark.parametrize("command", [("simulate", "--site", SITE, "--generate", "1", "--chart"), ("bench", "m", "--plot")])
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_work(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(YardError, match="no such directory"):
+        CliRunner().invoke(app, [*command, str(tmp_path / "no" / "run.png")], catch_exceptions=False)
+    monkeypatch.setattr("gateway.cli.pictures.find_spec", lambda name: None)
+    with pytest.raises(YardError, match=r"needs matplotlib: `.venv/bin/pip install -e '.\[chart\]'`"):
+        CliRunner().invoke(app, [*command, str(tmp_path / "run.png")], catch_exceptions=False)
+
+
 def test_cards_have_the_memory_of_their_type(tmp_path: Path) -> None:
     pool = "apiVersion: modelyard/v1\nkind: Pool\nmetadata: {name: g}\nspec: {device: cuda, devices: 10}\n"
     (tmp_path / "pool.yaml").write_text(pool)

@@ -12,6 +12,7 @@ from scripted_pool import ScriptedPool, SubmittedSequence
 from typer.testing import CliRunner
 
 from gateway.api.errors import YardError
+from gateway.cli import load_progress
 from gateway.cli.app import app
 from gateway.load.drive import Plan, run
 from gateway.load.report import Outcome, Slo, by_second, percentiles, report
@@ -40,12 +41,14 @@ def answering(pool: ScriptedPool, byte_level: Path) -> list[SubmittedSequence]:
 async def test_a_run_counts_what_came(lone: LoneGateway, pool: ScriptedPool, byte_level: Path, surface: str) -> None:
     seen = answering(pool, byte_level)
     target = target_of(lone.http if surface == "http" else f"127.0.0.1:{lone.servers.grpc_port}", None, None)
+    ended: list[int] = []
     try:
-        outcomes, elapsed_s = await run(Plan("m", 20, 5, concurrency=2, requests=12), target)
+        outcomes, elapsed_s = await run(Plan("m", 20, 5, concurrency=2, requests=12), target, ended.append)
     finally:
         await target.close()
     summary = report(outcomes, elapsed_s, Slo(first_token_ms=60_000))
     assert (summary["requests"], summary["completed"]) == (12, 8)
+    assert ended == list(range(1, 13))
     assert summary["errors"] == {"exhausted" if surface == "grpc" else "429": 4}
     assert all(outcome.tokens == 5 for outcome in outcomes if outcome.ok)
     assert summary["first_token_ms"]["p50"] > 0
@@ -90,6 +93,21 @@ async def test_the_command_writes_json_and_a_picture(
     assert "goodput" in ran.output
     assert json.loads(result.read_text())["completed"] == 4
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+async def test_how_far_a_run_is_stands_on_standard_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(load_progress, "PLAIN_S", 0.01)
+    async with load_progress.shown(Plan("m", 4, 4, concurrency=2, requests=128)) as progress:
+        progress(37)
+        told = ""
+        for _ in range(500):
+            await asyncio.sleep(0.01)
+            if told := capsys.readouterr().err:
+                break
+    assert told.startswith("37 of 128, ")
+    assert load_progress.line(Plan("m", 4, 4, 2, duration_s=300), 412, 41.2) == "412 requests, 41 of 300 s"
 
 
 def test_goodput_is_what_met_every_promise() -> None:
