@@ -88,7 +88,7 @@ def test_ray_metrics_agent_has_the_gateways_series(house: House) -> None:
     addresses = [address for target in targets for address in target["targets"]]
     deadline = time.monotonic() + 60
     text = ""
-    while "ray_modelyard_pool_capacity_bytes" not in text:
+    while "ray_modelyard_requests_total{" not in text:  # of the canary that `up` sent, and of what tests asked before
         assert time.monotonic() < deadline, f"no series of Modelyard at {addresses}"
         time.sleep(0.5)
         text = "".join(httpx.get(f"http://{address}/metrics", timeout=10).text for address in addresses)
