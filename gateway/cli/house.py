@@ -142,13 +142,13 @@ def status(server: ServerOption = None, output: OutputOption = Output.table) -> 
     from gateway.cli import printing
     from gateway.site.summary import summarize
 
-    troubles = _local_troubles() if server is None else []
+    troubles, notes = _of_this_home() if server is None else ([], [])
     try:
         with connect(server) as client:
-            summary = summarize(client.status(), troubles)
+            summary = summarize(client.status(), troubles, notes)
     except YardError as error:
-        if troubles:
-            raise YardError(error.code, "; ".join([error.message, *troubles])) from error
+        if troubles or notes:
+            raise YardError(error.code, "; ".join([error.message, *troubles, *notes])) from error
         name = _stopped_site() if server is None and error.code is ErrorCode.UNAVAILABLE else ""
         if not name:
             raise
@@ -161,17 +161,15 @@ def status(server: ServerOption = None, output: OutputOption = Output.table) -> 
         raise typer.Exit(NOT_READY)
 
 
-def _local_troubles() -> list[str]:
-    """What is wrong with the site of this home that its gateways do not see."""
-    from gateway.site import ray_health, state
+def _of_this_home() -> tuple[list[str], list[str]]:
+    """What is wrong with the site of this home that its gateways do not see, and what else is to be known of it."""
+    from gateway.site import half_sites, state
     from gateway.site.home import Home
 
     found = state.load(Home.from_environment())
-    try:
-        problem = ray_health.trouble(found) if found is not None else ""
-    except YardError as error:
-        problem = error.message
-    return [problem] if problem else []
+    if found is None:
+        return [], []
+    return half_sites.troubles(found), [note for note in (half_sites.begun_down(found),) if note]
 
 
 def _stopped_site() -> str:

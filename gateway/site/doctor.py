@@ -19,7 +19,7 @@ import msgspec
 from gateway.api.checkpoint.seal import damage
 from gateway.api.config import PoolSpec
 from gateway.api.errors import YardError
-from gateway.site import preflight, ray_health, requirements, state, valkey
+from gateway.site import half_sites, preflight, ray_health, requirements, state, valkey
 from gateway.site.home import Home
 from gateway.site.site_files import SiteFiles
 
@@ -46,6 +46,7 @@ def examine(home: Home, site: SiteFiles) -> Iterator[Finding]:
         lambda: _ports(site, running),
         lambda: _disk(home),
         lambda: _memory(site),
+        lambda: _site(running),
         lambda: _ray(running),
         lambda: _redis(home, site, running),
         lambda: _mpi(site.pools().values()),
@@ -84,7 +85,7 @@ def _packages() -> list[Finding]:
 def _ports(site: SiteFiles, running: state.SiteState | None) -> list[Finding]:
     listen = site.spec.listen
     if running is not None:
-        return [Finding("ports", "good", f"in use by this site: gRPC {running.grpc_port}, HTTP {running.http_port}")]
+        return [Finding("ports", "good", f"of this site: gRPC {running.grpc_port}, HTTP {running.http_port}")]
     ports = {"grpc-port": listen.grpc_port, "http-port": listen.http_port, "dashboard-port": listen.dashboard_port}
     preflight.check_ports(listen.host, ports)
     return [Finding("ports", "good", ", ".join(f"{name} {port} is free" for name, port in ports.items()))]
@@ -112,14 +113,38 @@ def _memory(site: SiteFiles) -> list[Finding]:
     return [Finding("memory", "good", text)]
 
 
+def _site(running: state.SiteState | None) -> list[Finding]:
+    if running is None:
+        return [Finding("site", "good", "down")]
+    if ended := half_sites.ended_start(running):
+        return [_bad("site", ended)]
+    if begun := half_sites.begun_down(running):
+        what, _, advice = begun.partition("; ")
+        return [Finding("site", "warning", what, advice)]
+    starting = f"`yard up` (pid {running.owner.pid}) is starting it"
+    return [Finding("site", "good", starting if running.phase == "starting" else f"{running.site}, started by `yard up`")]
+
+
+def _bad(what: str, problem: str) -> Finding:
+    """A problem whose text goes on with what to do."""
+    text, _, advice = problem.partition("; ")
+    return Finding(what, "bad", text, advice)
+
+
 def _ray(running: state.SiteState | None) -> list[Finding]:
     if running is None:
         return [Finding("ray", "good", "started by `yard up`, or the one of --ray-address")]
+    if half_sites.ended_start(running):
+        return []
+    if not running.ray_address:
+        return [Finding("ray", "good", "being started")]
     if problem := ray_health.trouble(running):
-        what, _, advice = problem.partition("; ")
-        return [Finding("ray", "bad", what, advice)]
-    kept = "; killed, its head process is started again" if running.ray_is_ours else ""
-    return [Finding("ray", "good", f"its head answers at {running.ray_address}{kept}")]
+        return [_bad("ray", problem)]
+    if not running.ray_is_ours:
+        return [Finding("ray", "good", f"listens at {running.ray_address}")]
+    if problem := ray_health.silence(running.ray_address):
+        return [_bad("ray", problem)]
+    return [Finding("ray", "good", f"its head answers at {running.ray_address}; killed, its head process is started again")]
 
 
 def _redis(home: Home, site: SiteFiles, running: state.SiteState | None) -> list[Finding]:
@@ -128,7 +153,17 @@ def _redis(home: Home, site: SiteFiles, running: state.SiteState | None) -> list
         return [Finding("redis", "good", "embedded Valkey, started by `yard up`")]
     if not url:
         assert running is not None
+        if half_sites.ended_start(running):
+            return []
+        if problem := half_sites.valkey_trouble(running):
+            return [_bad("redis", problem)]
+        if "valkey" not in running.sessions:
+            return [Finding("redis", "good", "embedded Valkey, being started")]
         url = valkey.url(running.valkey_port, home.secrets().valkey)
+        if not asyncio.run(_answers(url)):
+            text = f"the embedded Valkey does not answer at 127.0.0.1:{running.valkey_port} (log: {home.logs_dir / 'valkey.log'})"
+            advice = "killed, it is started again in a moment; if it stays so, `yard down` and then `yard up`"
+            return [Finding("redis", "bad", text, advice)]
     asyncio.run(preflight.check_redis(url))
     apart = asyncio.run(_clock_apart(url))
     findings = [Finding("redis", "good", "answers, takes writes")]
@@ -137,6 +172,20 @@ def _redis(home: Home, site: SiteFiles, running: state.SiteState | None) -> list
     else:
         findings.append(Finding("clock", "good", f"{apart * 1000:.0f} ms apart from Redis"))
     return findings
+
+
+async def _answers(url: str) -> bool:
+    from redis.exceptions import RedisError
+
+    from gateway.api.redis_link import connect
+
+    client = connect(url)
+    try:
+        return bool(await client.ping())
+    except (RedisError, OSError):
+        return False
+    finally:
+        await client.aclose()
 
 
 async def _clock_apart(url: str) -> float:

@@ -21,9 +21,9 @@ class Summary:
         return not self.problems
 
 
-def summarize(status: SiteStatus, also: Sequence[str] = ()) -> Summary:
+def summarize(status: SiteStatus, also: Sequence[str] = (), notes: Sequence[str] = ()) -> Summary:
     """Problems: those that are known already (`also`), models with fewer ready groups than desired, routes that cannot answer,
-    lost ranks, Redis or controller gone."""
+    lost ranks, Redis or controller gone. `notes` are said, too, and are no problems."""
     problems = list(also)
     if status.redis != "ok":
         problems.append("Redis is not reachable, serving from the last snapshot")
@@ -57,4 +57,4 @@ def summarize(status: SiteStatus, also: Sequence[str] = ()) -> Summary:
         f"{len(status.models)} models, {len(status.routes)} routes, {len(status.pools)} pools, {len(status.gateways)} gateways"
     )
     head = f"site {status.site} revision {status.revision}: {'ready' if not problems else 'not ready'} ({counts})"
-    return Summary("; ".join([head, *problems]), tuple(problems))
+    return Summary("; ".join([head, *problems, *notes]), tuple(problems))
