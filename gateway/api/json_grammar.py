@@ -12,6 +12,8 @@ from weakref import WeakValueDictionary
 
 from tokenizers import Tokenizer
 
+from gateway.api.errors import shortened
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
     from llguidance._lib import JsonCompileOptions, LLParserLimits
@@ -63,13 +65,18 @@ def matcher(tokenizer: GrammarTokenizer, schema: str) -> LLMatcher:
     made = LLMatcher(tokenizer.of, LLMatcher.grammar_from_json_schema(schema, defaults=_LAYOUT), log_level=0, limits=_limits())
     made.compute_bitmask()  # what the first token needs of the lexer is made here
     if made.is_error():
-        raise ValueError(first_line(made.get_error()))
+        raise ValueError(reason(made.get_error()))
     return made
 
 
-def first_line(text: str) -> str:
-    """What follows in the library's messages is its own state."""
-    return text.partition("\n")[0]
+def reason(text: str) -> str:
+    """The first line of the library's message: what follows is its own state. Of a pattern, where the first line says only that
+    it cannot be read, the cause and the pattern too."""
+    first, *others = text.split("\n")
+    cause = next((line.removeprefix("error: ") for line in others if line.startswith("error: ")), "")
+    if not first.endswith(":") or not cause:
+        return first
+    return f"{first} {cause}, in {shortened(others[0].strip())}"
 
 
 @cache

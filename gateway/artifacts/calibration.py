@@ -25,7 +25,7 @@ class CalibrationSet:
 def read_calibration(path: Path) -> CalibrationSet:
     """Lines of JSON with `prompt` (or `text`), or plain lines. YardError says what is wrong with the set."""
     prompts = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(_text(path).splitlines(), 1):
         if line.strip():
             prompts.append(_prompt(path, number, line))
     if len(prompts) < LEAST_PROMPTS:
@@ -42,6 +42,15 @@ def read_calibration(path: Path) -> CalibrationSet:
         )
     digest = hashlib.sha256("\0".join(prompts).encode()).hexdigest()
     return CalibrationSet(tuple(prompts), digest, duplicates, spread)
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise invalid(f"{path}: {(error.strerror or str(error)).lower()}") from error
+    except UnicodeDecodeError as error:
+        raise invalid(f"{path}: it is not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 def _prompt(path: Path, number: int, line: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,7 +12,7 @@ import typer
 
 from gateway.api.errors import invalid
 from gateway.cli.options import Output, OutputOption
-from gateway.cli.simulation_report import show, show_capacity
+from gateway.cli.simulation_report import left_out, show, show_capacity
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +74,10 @@ def simulate(
 
     pictures.check("--chart", chart)
     snapshot = read_site([Path(each) for each in site], _cache_dir(), gpu)
-    names = model or [request.name for request in snapshot.models]
+    known = [request.name for request in snapshot.models]
+    for name in model or []:
+        _check_known("--model", name, known)
+    names = model or known
     if generate is not None:
         from gateway.cli.traces import generate as drawn
 
@@ -85,19 +89,25 @@ def simulate(
         arrivals = _read(trace, format_, names, seed, seconds)
     else:
         raise invalid("say what to replay: --trace FILE, or --generate RATE to draw arrivals")
-    arrivals = _what_if(arrivals, times or [], seed)
+    arrivals = _what_if(arrivals, times or [], known, seed)
     if write is not None:
         from gateway.cli.traces import write as lines
 
         write.write_text("\n".join(lines(arrivals)) + "\n")
+    missing = Counter(arrival.model for arrival in arrivals if arrival.model not in known)
+    if missing.total() == len(arrivals):
+        why = left_out(missing) if missing else "there are no requests"
+        raise invalid(f"nothing to replay: {why}; the site has {', '.join(known)}")
     settings = Settings(slo=Slo(first_token_ms / 1000, token_ms / 1000), speeds=_speeds(speeds), sample_s=_sample_s(arrivals))
     if fewest:
         from placement.capacity import fewest as capacities
 
+        if missing:
+            typer.echo(left_out(missing), err=True)
         show_capacity(capacities(snapshot, arrivals, target / 100, queue_of, settings), target / 100, output)
         return
     outcome, spent_s, refusals = _run(snapshot, arrivals, settings)
-    show(outcome, spent_s, refusals, output)
+    show(outcome, spent_s, refusals, missing, output)
     if chart is not None:
         from gateway.cli.chart import draw
 
@@ -148,23 +158,30 @@ def _servegen(folder: Path, names: Sequence[str], seed: int, seconds: float) -> 
             f"{folder}: no chunk-N-trace.csv with its chunk-N-dataset.json in it; ServeGen keeps each client as these two files"
         )
     if len(whole) < len(pairs):
-        left_out = ", ".join(file.name for file, dataset in pairs if not dataset.exists())
-        typer.echo(f"left out, for their dataset is not there: {left_out}", err=True)
+        alone = ", ".join(file.name for file, dataset in pairs if not dataset.exists())
+        typer.echo(f"left out, for their dataset is not there: {alone}", err=True)
     clients = {
         name: (file.read_text().splitlines(), dataset.read_text()) for name, (file, dataset) in zip(names, whole, strict=False)
     }
     return read_servegen(clients, seed, seconds)
 
 
-def _what_if(arrivals: list[Arrival], times: Sequence[str], seed: int) -> list[Arrival]:
+def _check_known(option: str, name: str, known: Sequence[str]) -> None:
+    if name not in known:
+        raise invalid(f"{option}: the site has no model `{name}`, only {', '.join(known)}; routes are not replayed")
+
+
+def _what_if(arrivals: list[Arrival], times: Sequence[str], known: Sequence[str], seed: int) -> list[Arrival]:
     from gateway.cli.traces import scaled
 
     for each in times:
         name, _, factor = each.partition("=")
         try:
-            arrivals = scaled(arrivals, name, float(factor), seed)
+            share = float(factor)
         except ValueError as error:
-            raise invalid(f"--times {each}: write MODEL=FACTOR, for example --times chat=2") from error
+            raise invalid(f"--times {each}: write MODEL=FACTOR, for example --times {known[0]}=2") from error
+        _check_known("--times", name, known)
+        arrivals = scaled(arrivals, name, share, seed)
     return arrivals
 
 

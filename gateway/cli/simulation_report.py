@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from gateway.api.words import counted
 from gateway.cli import printing
 from gateway.cli.options import Output
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from placement.capacity import Capacity
     from placement.outcome import Outcome
@@ -38,7 +39,8 @@ def show_capacity(tried: Sequence[Capacity], target: float, output: Output) -> N
         ]
         printing.table(("DEVICES", "WITHIN SLO", "BUSY", "WAKES", "REPLICAS OTHER THAN 1"), lines)
         if enough:
-            typer.echo(f"\n{tried[-1].devices} devices are the fewest with {target:.1%} of the requests within their SLO")
+            are = f"{counted(tried[-1].devices, 'device')} {'is' if tried[-1].devices == 1 else 'are'}"
+            typer.echo(f"\n{are} the fewest with {target:.1%} of the requests within their SLO")
         else:
             typer.echo(
                 f"\nnot even {tried[-1].devices} devices do: a single request takes longer than its SLO, or a model fits nowhere"
@@ -47,7 +49,8 @@ def show_capacity(tried: Sequence[Capacity], target: float, output: Output) -> N
         raise typer.Exit(1)
 
 
-def show(outcome: Outcome, spent_s: float, refusals: dict[str, str], output: Output) -> None:
+def show(outcome: Outcome, spent_s: float, refusals: dict[str, str], missing: Mapping[str, int], output: Output) -> None:
+    """`missing`: requests that were left out, by the model that the site does not have."""
     if output is not Output.table:
         content = {
             "requests": outcome.requests,
@@ -56,6 +59,7 @@ def show(outcome: Outcome, spent_s: float, refusals: dict[str, str], output: Out
             "busy": outcome.busy_share,
             "seconds": outcome.seconds,
             "unknown_models": outcome.unknown,
+            "left_out": dict(missing),
             "cpu_s": round(spent_s, 3),
             "models": [{name: getattr(row, name) for name in row.__dataclass_fields__} for row in outcome.models],
             "nowhere": refusals,
@@ -64,7 +68,7 @@ def show(outcome: Outcome, spent_s: float, refusals: dict[str, str], output: Out
         return
     rows = [
         (
-            row.model, row.requests, _percent(row.within_slo), f"{row.first_token_p50_s * 1e3:.0f} ms",
+            row.model, row.requests, _percent(row.within_slo if row.requests else None), f"{row.first_token_p50_s * 1e3:.0f} ms",
             f"{row.first_token_p99_s * 1e3:.0f} ms", f"{row.token_p50_s * 1e3:.1f} ms", row.refused, row.output_tokens,
         )
         for row in outcome.models
@@ -73,13 +77,20 @@ def show(outcome: Outcome, spent_s: float, refusals: dict[str, str], output: Out
         ("MODEL", "REQUESTS", "WITHIN SLO", "FIRST TOKEN", "99 %", "A TOKEN", "REFUSED", "TOKENS"), rows, nothing="no models"
     )
     typer.echo(
-        f"\n{outcome.requests} requests over {outcome.seconds:.0f} s, {outcome.within_slo:.1%} within their SLO; "
-        f"{outcome.switches} wakes; devices busy {outcome.busy_share:.0%}; simulated in {spent_s:.2f} s"
+        f"\n{counted(outcome.requests, 'request')} over {outcome.seconds:.0f} s, {outcome.within_slo:.1%} within their SLO; "
+        f"{counted(outcome.switches, 'wake')}; devices busy {outcome.busy_share:.0%}; simulated in {spent_s:.2f} s"
     )
-    if outcome.unknown:
-        typer.echo(f"{outcome.unknown} requests are for models that the site does not have, and were left out")
+    if missing:
+        typer.echo(left_out(missing))
     for name, reason in refusals.items():
         typer.echo(f"{name} is nowhere: {reason}")
+
+
+def left_out(missing: Mapping[str, int]) -> str:
+    total = sum(missing.values())
+    verb, were = ("is", "was") if total == 1 else ("are", "were")
+    names = ", ".join(sorted(missing))
+    return f"{counted(total, 'request')} {verb} for models that the site does not have, and {were} left out: {names}"
 
 
 def _percent(share: float | None) -> str:

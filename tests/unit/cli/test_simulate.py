@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from gateway.api.errors import YardError
+from gateway.api.errors import ErrorCode, YardError
 from gateway.cli.app import app
 from gateway.cli.simulated_site import GateQueue, read_site
 from placement.simulated_group import Job
@@ -63,12 +63,30 @@ def test_measured_speeds_replace_the_cost_model(tmp_path: Path) -> None:
         ((), "say what to replay"),
         (("--trace", "/nowhere.csv"), "No such file"),
         (("--generate", "1", "--times", "smollm2"), "write MODEL=FACTOR"),
+        (("--generate", "1", "--times", "chat=2"), "--times: the site has no model `chat`, only smollm2, smollm2-pp2"),
+        (("--generate", "1", "--model", "chat"), "--model: the site has no model `chat`, only smollm2, smollm2-pp2"),
+        (("--generate", "0.001", "--seconds", "1"), "nothing to replay: there are no requests"),
         (("--trace", "/tmp", "--format", "servegen"), "chunk-N-trace.csv"),
     ],
 )
 def test_errors_say_what_to_do(arguments: tuple[str, ...], message: str) -> None:
     with pytest.raises(YardError, match=message):
         CliRunner().invoke(app, ["simulate", "--site", SITE, *arguments], catch_exceptions=False)
+
+
+def test_models_that_the_site_does_not_have_are_named(tmp_path: Path) -> None:
+    trace, header = tmp_path / "trace.csv", "time_s,model,prompt_tokens,output_tokens\n"
+    trace.write_text(header + "0,smollm2,8,8\n1,chat,8,8\n")
+    arguments = ["simulate", "--site", SITE, "--trace", str(trace)]
+    told = CliRunner().invoke(app, arguments, catch_exceptions=False).output
+    assert "1 request is for models that the site does not have, and was left out: chat" in told
+    assert run("--trace", str(trace))["left_out"] == {"chat": 1}
+    trace.write_text(header + "0,chat,8,8\n1,code,8,8\n")
+    with pytest.raises(
+        YardError, match=r"nothing to replay: 2 requests are for .* left out: chat, code; the site has smollm2"
+    ) as nothing:
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert nothing.value.code is ErrorCode.INVALID
 
 
 def test_clients_of_servegen_without_a_dataset_are_left_out(tmp_path: Path) -> None:

@@ -53,6 +53,7 @@ async def test_the_schema_goes_to_the_pool_with_every_choice(lone: LoneGateway, 
     ("fields", "param", "said"),
     [
         (with_schema({"not": {"type": "string"}}), FIELD, '"not"'),
+        (with_schema({"type": "string", "pattern": "(abc"}), FIELD, "regex parse error: unclosed group, in (abc"),
         (with_schema(5), FIELD, "must be an object"),
         ({"response_format": "json"}, "response_format.type", "json_schema"),
         ({**with_schema(SCHEMA), "ignore_eos": True}, "ignore_eos", "response_format"),

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.api.checkpoint import open_checkpoint
 from gateway.api.config import EngineSpec, ModelSpec
-from gateway.api.errors import YardError
+from gateway.api.errors import ErrorCode, YardError
 from gateway.api.trtllm.features import Features
 from gateway.api.trtllm.manifest import Manifest, mismatches, read_manifest, refuse_misfit, write_manifest
 from gateway.artifacts.calibration import CalibrationSet, read_calibration
@@ -53,6 +53,12 @@ def test_a_good_calibration_set_is_known_by_its_prompts(tmp_path: Path) -> None:
 def test_a_bad_calibration_set_is_refused(tmp_path: Path, lines: list[str], problem: str) -> None:
     with pytest.raises(YardError, match=problem):
         calibration(tmp_path / "set.txt", lines)
+
+
+def test_a_calibration_set_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(YardError, match=r"prompts\.jsonl: no such file or directory") as refused:
+        read_calibration(tmp_path / "prompts.jsonl")
+    assert refused.value.code is ErrorCode.INVALID
 
 
 def test_an_artifact_is_made_once_and_again_when_an_input_changes(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from gateway.api.checkpoint import Checkpoint, tokenizer_dir
-from gateway.api.json_grammar import GrammarTokenizer, first_line, grammar_tokenizer, matcher
+from gateway.api.json_grammar import GrammarTokenizer, grammar_tokenizer, matcher, reason
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -39,7 +39,7 @@ class Constraint:
         packed = np.frombuffer(self._state.compute_bitmask(), dtype=np.uint8)
         known = np.unpackbits(packed, bitorder="little")[:vocabulary].view(bool)
         if self._state.is_error() or not known.any():
-            why = first_line(self._state.get_error()) or "no token is allowed"
+            why = reason(self._state.get_error()) or "no token is allowed"
             self.error = f"the answer cannot follow its JSON schema any further: {why}"
             return None
         return np.pad(known, (0, vocabulary - len(known)))

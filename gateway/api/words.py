@@ -1,0 +1,8 @@
+"""Counts in sentences."""
+
+from __future__ import annotations
+
+
+def counted(number: int, noun: str) -> str:
+    """1 pool, 2 pools."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
