@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from pathlib import Path
 
 import grpc
 
+from gateway.api.errors import ErrorCode, YardError
 from gateway.site import preflight, state
+from gateway.site.home import Home
 from gateway.site.processes import KEPT, server_names
 
 _HEAD, _NODE = "gcs_server", "raylet"
 _ASK_S = 2.0
+LOOK_S = 2.0
+"""How often a command that is Ray's client looks. Ray ends its clients from inside a minute after the head process is gone."""
 
 
 def trouble(found: state.SiteState) -> str:
@@ -54,3 +59,26 @@ def silence(address: str, deadline_s: float = _ASK_S) -> str:
                 f"if it was stopped, continue it (`kill -CONT`, pid: `pgrep {_HEAD}`), else `yard down` and then `yard up`"
             )
     return ""
+
+
+def refuse_ended(home: Home, found: state.SiteState, during: str, advice: str = "") -> None:
+    """YardError when a process of the site's own Ray ended and will not come back: nothing that needs Ray can go on."""
+    leader = found.sessions.get("ray")
+    if not found.ray_is_ours or leader is None or not found.ray_address:
+        return
+    if gone := ended(server_names(leader)):
+        what = "head" if gone == _HEAD else "node"
+        raise YardError(
+            ErrorCode.INTERNAL, f"Ray's {what} process ({gone}) ended during the {during} (log: {_log(home, gone)}){advice}"
+        )
+
+
+def ended(running: Collection[str]) -> str:
+    """The server that is gone for good, empty when none is. `running`: see `server_names`. Pure."""
+    if _NODE not in running:
+        return _NODE
+    return "" if _HEAD in running or KEPT + _HEAD in running else _HEAD
+
+
+def _log(home: Home, server: str) -> Path:
+    return home.run_dir / "ray" / "session_latest" / "logs" / f"{server}.out"

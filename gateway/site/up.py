@@ -26,7 +26,7 @@ from gateway.api.proto import inference_pb2 as inference
 from gateway.api.redis_link import with_site
 from gateway.api.runtime import Runtime
 from gateway.servers.tls import ServerTls
-from gateway.site import client_tls, desired, down, preflight, ray_head, readiness, state, valkey
+from gateway.site import client_tls, desired, down, preflight, ray_head, ray_health, ray_watch, readiness, state, valkey
 from gateway.site.board import Board
 from gateway.site.client import SiteClient
 from gateway.site.home import Home
@@ -36,7 +36,6 @@ from gateway.site.site_files import SiteFiles
 # A model that stays failed for so long, or fails a second time, fails the whole start.
 _FAILURE_GRACE_S = 5.0
 _POLL_S = 0.25
-_SERVE_POLL_S = 2.0
 _CANARY_TIMEOUT_S = 60.0
 _INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CANARY_PROMPT = "What is the capital of France?"
@@ -140,6 +139,17 @@ class _Start:
         )
 
     def run(self) -> Up:
+        try:
+            with ray_watch.watched(self._home, self._board, self._refuse_ended_ray):
+                return self._run()
+        except Exception:
+            self._refuse_ended_ray()  # what fails for want of Ray's processes says all but that
+            raise
+
+    def _refuse_ended_ray(self) -> None:
+        ray_health.refuse_ended(self._home, self.state, "start")
+
+    def _run(self) -> Up:
         secrets = self._home.secrets()
         self._start_servers()
         from gateway.site import deployment
@@ -234,7 +244,8 @@ class _Start:
 
         looked_s = time.monotonic()
         while not _answers(client):
-            if time.monotonic() - looked_s > _SERVE_POLL_S:
+            if time.monotonic() - looked_s > ray_health.LOOK_S:
+                self._refuse_ended_ray()
                 deployment.check()
                 self._board.update("applications", deployment.starting())
                 looked_s = time.monotonic()
@@ -264,7 +275,8 @@ class _Start:
             now_s = time.monotonic()
             if final := watch.final(judged.failures, now_s):
                 raise YardError(ErrorCode.INTERNAL, "\n".join(final))
-            if now_s - looked_s > _SERVE_POLL_S:
+            if now_s - looked_s > ray_health.LOOK_S:
+                self._refuse_ended_ray()
                 deployment.check()
                 looked_s = now_s
             self._check_deadline(judged.missing)

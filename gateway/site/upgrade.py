@@ -9,7 +9,7 @@ from collections.abc import Callable
 from gateway.api.config import Manifest, PoolSpec
 from gateway.api.errors import ErrorCode, YardError, unavailable
 from gateway.api.records import SiteStatus
-from gateway.site import down, ray_head, state
+from gateway.site import down, ray_head, ray_health, ray_watch, state
 from gateway.site.board import Board
 from gateway.site.client import SiteClient
 from gateway.site.home import Home
@@ -31,6 +31,22 @@ def upgrade(home: Home, site: SiteFiles, board: Board, wait_s: float) -> state.S
     found = state.load(home)
     if found is None or not down.is_complete(found):
         raise unavailable("no site runs in this home; `yard up` starts one with the installed version")
+
+    def refuse_ended_ray() -> None:
+        ray_health.refuse_ended(home, found, "upgrade", "; `yard up` ends what is left and starts the site anew")
+
+    try:
+        with ray_watch.watched(home, board, refuse_ended_ray):
+            _upgrade(home, site, found, board, wait_s, refuse_ended_ray)
+    except Exception:
+        refuse_ended_ray()  # what fails for want of Ray's processes says all but that
+        raise
+    return found
+
+
+def _upgrade(
+    home: Home, site: SiteFiles, found: state.SiteState, board: Board, wait_s: float, refuse_ended_ray: Callable[[], None]
+) -> None:
     from gateway.site import deployment
 
     deployment.load(ray_head.environment(home, loopback=site.is_loopback) if found.ray_is_ours else {})
@@ -38,7 +54,7 @@ def upgrade(home: Home, site: SiteFiles, board: Board, wait_s: float) -> state.S
     try:
         runtime = runtime_of(home, found, site)
         with SiteClient(found.grpc_address, home.secrets().site, tls=found.tls) as client:
-            change = _Change(client, board, wait_s)
+            change = _Change(client, board, wait_s, refuse_ended_ray)
             change.make("controller", lambda: deployment.deploy_controller(runtime), _controllers)
             wanted = deployment.gateway_count()
             change.make("gateways", lambda: deployment.deploy_gateways(runtime, wanted), gateways_of, wanted)
@@ -48,20 +64,22 @@ def upgrade(home: Home, site: SiteFiles, board: Board, wait_s: float) -> state.S
                 )
     finally:
         deployment.disconnect()
-    return found
 
 
 class _Change:
-    def __init__(self, client: SiteClient, board: Board, wait_s: float) -> None:
-        self._client, self._board, self._wait_s = client, board, wait_s
+    def __init__(self, client: SiteClient, board: Board, wait_s: float, refuse_ended_ray: Callable[[], None]) -> None:
+        self._client, self._board, self._wait_s, self._refuse_ended_ray = client, board, wait_s, refuse_ended_ray
 
     def make(self, name: str, deploy: Callable[[], None], processes: Processes, wanted: int = 1) -> None:
         """`wanted`: how many of these processes there are to be."""
         before = self._client.status()
         with self._board.step(name, "replacing") as step:
             deploy()
-            began_s = time.monotonic()
+            began_s = looked_s = time.monotonic()
             while not self._is_replaced(before, processes, wanted):
+                if time.monotonic() - looked_s > ray_health.LOOK_S:
+                    self._refuse_ended_ray()
+                    looked_s = time.monotonic()
                 if time.monotonic() - began_s > self._wait_s:
                     raise YardError(
                         ErrorCode.DEADLINE,
