@@ -147,6 +147,7 @@ async def test_a_new_driver_adopts_the_ranks_of_the_old(make_pool: PoolFactory) 
     old_launcher = pool.driver.loop._ranks._launcher
     await pool.driver.loop.close(end_ranks=False)  # as if it were gone: nothing is said to the ranks
     await pool.driver._server.stop(0)
+    await asyncio.sleep(0.5)  # what was sent has arrived on all ranks: those that disagree on it are not adopted
     endpoint = pool.driver.endpoint
     pool.new_driver()
     started = time.monotonic()

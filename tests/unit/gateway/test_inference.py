@@ -9,7 +9,7 @@ from pathlib import Path
 import grpc
 import pytest
 from grpc_tools import protoc
-from lone_gateway import LoneGateway, ids_of
+from lone_gateway import LoneGateway, ids_of, until
 from scripted_pool import ScriptedPool, SubmittedSequence
 
 from gateway.api.proto import inference_pb2 as pb
@@ -62,6 +62,7 @@ async def test_a_whole_answer(lone: LoneGateway, pool: ScriptedPool, byte_level:
 
 
 async def test_what_the_pool_is_sent(lone: LoneGateway, pool: ScriptedPool) -> None:
+    await until(lambda: lone.library.loaded("m"))
     text = lone.library.loaded("m")
     assert text is not None
     text.defaults.update(temperature=0.6, top_k=40)

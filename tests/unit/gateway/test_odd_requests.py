@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import httpx
 import pytest
-from lone_gateway import LoneGateway, ids_of
+from lone_gateway import LoneGateway, ids_of, until
 from scripted_pool import ScriptedPool
 
 from gateway.api.errors import YardError
@@ -153,6 +153,7 @@ async def test_the_ends_of_the_ranges_are_taken(lone: LoneGateway) -> None:
 
 
 async def test_a_models_own_defaults_that_cannot_be_computed_with(lone: LoneGateway, pool: ScriptedPool) -> None:
+    await until(lambda: lone.library.loaded("m"))
     text = lone.library.loaded("m")
     assert text is not None
     text.defaults.update(temperature=1e-40, top_p=0.0, top_k=-1, repetition_penalty=float("nan"))
@@ -172,6 +173,7 @@ class Unread(list[int]):
 
 
 async def test_ids_that_cannot_fit_are_not_looked_at(lone: LoneGateway) -> None:
+    await until(lambda: lone.library.loaded("m"))
     text = lone.library.loaded("m")
     assert text is not None
     request = GenerationRequest("m", "id", prompt_ids=Unread([1] * 300), max_tokens=1)
